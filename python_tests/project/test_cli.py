@@ -205,6 +205,11 @@ REFUSED_WITHOUT_TORCH = (
     ("train YAML trainer.seed", "expected dotted.key=value"),
     ("train no.yaml", "config file not found: no.yaml"),
     ("train YAML data.train_data=[no.jsonl]", "data.train_data: data file not found: no.jsonl"),
+    (
+        "train YAML generator.chat_template=no.jinja",
+        "generator.chat_template: expected plain, the text of a template, or its file, got "
+        "no.jinja",
+    ),
     ("train YAML trainer.policy.model.path=./no", "model folder not found: ./no"),
     ("train YAML trainer.algorithm.policy_loss_type=no", "expected one of regular,"),
     ("train YAML trainer.algorithm.advantage_estimator=no", "expected one of grpo,"),

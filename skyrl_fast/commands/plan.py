@@ -84,6 +84,9 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.write(f"{result}\n")
     proposals = [] if result.remedies is None else result.remedies.proposals
     if proposals:
-        words = [options.config, *options.overrides, *proposals[0].split()]
+        changed = proposals[0].split()
+        keys = {word.partition("=")[0] for word in changed}
+        kept = [word for word in options.overrides if word.partition("=")[0] not in keys]
+        words = [options.config, *kept, *changed]
         sys.stdout.write(f"for example: skyrl-fast train {shlex.join(words)}\n")
     return 0 if result.fits else DOES_NOT_FIT

@@ -56,10 +56,15 @@ def load_run_settings(options: argparse.Namespace) -> Config:
     log_to_stderr(logging.INFO if options.verbose else logging.WARNING, LOG_FORM)
     overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
     config = load_settings(options.config, overrides)
-    from skyrl_fast.config.files import check_data_files, check_local_model
+    from skyrl_fast.config.files import (
+        check_chat_template,
+        check_data_files,
+        check_local_model,
+    )
 
     check_data_files("data.train_data", config.data.train_data)
     check_data_files("data.val_data", config.data.val_data)
+    check_chat_template(config)
     check_local_model(config)
     return config
 

@@ -32,3 +32,14 @@ def check_local_model(config: Config) -> None:
         find_local_model(str(config.trainer.policy.model.path))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def check_chat_template(config: Config) -> None:
+    """Raise ConfigError for a chat template that is neither a text nor a file."""
+    given = config.generator.chat_template
+    is_text = given is None or given == "plain" or "{" in given
+    if is_text or Path(expanduser(str(given))).is_file():
+        return
+    raise ConfigError(
+        f"generator.chat_template: expected plain, the text of a template, or its file, got {given}"
+    )

@@ -106,8 +106,9 @@ def starting_point(
     logged = read_metrics(run_path / "metrics.jsonl")
     if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
         raise RunInUseError(
-            f"run folder {run_path} holds an earlier run: --resume continues it; for a new run "
-            "choose another trainer.run_path or delete the folder"
+            f"run folder {run_path} holds an earlier run: --resume continues it, in Python "
+            "trainer.resume_mode=latest; for a new run choose another trainer.run_path or delete "
+            "the folder"
         )
     if store is not None and store.list_saved():
         raise RunInUseError(

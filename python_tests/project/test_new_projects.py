@@ -61,12 +61,24 @@ def test_a_project_of_a_pretrained_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("models/mine").mkdir(parents=True)
+    Path("models/mine/config.json").write_text("{}")
     assert cli.main(["init", "my agent", "--model", model]) == 0
     assert "  cd 'my agent'\n" in capsys.readouterr().out
     policy = load_config("my agent/config.yaml").trainer.policy
     path = str(tmp_path / model) if Path(model).exists() else model
     assert (policy.model.path, policy.optimizer_config.lr) == (path, 1e-5)
     assert not Path("my agent/model").exists()
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "m2typo", "empty"])
+def test_a_project_of_a_missing_model_is_not_made(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    assert cli.main(["init", "agent", "--model", model]) == 2
+    assert "init: --model: " in capsys.readouterr().err
+    assert not Path("agent").exists()
 
 
 def test_a_project_of_a_pretrained_model_has_its_lengths_and_several_numbers(

@@ -385,6 +385,7 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         (None, "expected an EnvStep, or a mapping with observations, reward, done; got NoneType"),
         ({"reward": 1.0}, "the answer lacks observations, done"),
         ({**GOOD, "reward": float("nan")}, "reward: expected a finite float32 number, got nan"),
+        ({**GOOD, "reward": "1"}, "reward: expected a finite float32 number, got '1'"),
         ({**GOOD, "reward": "high"}, "reward: expected a finite float32 number, got 'high'"),
         ({**GOOD, "reward": None}, "reward: expected a finite float32 number, got None"),
         ({**GOOD, "reward": 10**400}, "reward: expected a finite float32 number, got 1000"),

@@ -56,7 +56,11 @@ def run(options: argparse.Namespace) -> int:
     folder = options.folder
     if folder.exists():
         raise UsageError(f"init: expected a folder that does not exist, got {folder}")
-    with as_usage_error(OSError):
+    with as_usage_error(OSError, ValueError):
+        if options.model is not None:
+            from skyrl_fast.config.model_folder import find_local_model
+
+            find_local_model(options.model, setting="init: --model")
         create_project(folder, options.model)
     sys.stdout.write(f"next:\n  cd {shlex.quote(str(folder))}\n  skyrl-fast train config.yaml\n")
     return 0

@@ -112,7 +112,10 @@ def _policy_rewards(value: Any, data: PlainData) -> dict[str, float]:
 def read_reward(value: Any, name: str) -> float:
     """Return a number; an AnswerError begins with `name` if it is none or not finite in float32."""
     try:
-        reward = float.__float__(float(value))
+        if isinstance(value, str | bytes):  # which float reads
+            reward = math.nan
+        else:
+            reward = float.__float__(float(value))
     except Exception:  # a value of any type: an array, a tensor, a huge integer
         reward = math.nan
     if not abs(reward) <= LARGEST_REWARD:

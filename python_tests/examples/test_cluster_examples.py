@@ -113,8 +113,18 @@ def calls(folder: Path) -> list[str]:
     return (folder / "log").read_text().splitlines()
 
 
-def left(process: Any) -> list[str]:
-    """Return the processes in the session of an ended script."""
+def left(process: Any, *, seconds: float = 10.0) -> list[str]:
+    """Return the processes in the session of an ended script that do not end within a time."""
+    deadline = time.monotonic() + seconds
+    found = running(process)
+    while found and time.monotonic() < deadline:  # what was killed may need a core to end
+        time.sleep(0.05)
+        found = running(process)
+    return found
+
+
+def running(process: Any) -> list[str]:
+    """Return the processes in the session of a process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended

@@ -10,6 +10,7 @@ from skyrl_fast.config.model_folder import find_local_model
 from skyrl_fast.config.settings import Config
 from skyrl_fast.setting import ConfigError
 
+PLAIN_TEMPLATE_NAME = "plain"  # value of generator.chat_template
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")  # of files of rows; other names may be on the hub
 
 
@@ -34,11 +35,18 @@ def check_local_model(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+def chat_template_file(given: str | None) -> Path | None:
+    """Return the file that `generator.chat_template` names; None: it names none."""
+    if given is None or given == PLAIN_TEMPLATE_NAME or "{" in given:
+        return None
+    return Path(expanduser(given))
+
+
 def check_chat_template(config: Config) -> None:
     """Raise ConfigError for a chat template that is neither a text nor a file."""
     given = config.generator.chat_template
-    is_text = given is None or given == "plain" or "{" in given
-    if is_text or Path(expanduser(str(given))).is_file():
+    file = chat_template_file(given)
+    if file is None or file.is_file():
         return
     raise ConfigError(
         f"generator.chat_template: expected plain, the text of a template, or its file, got {given}"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from os.path import expanduser
-from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_fast.config import Config, GeneratorConfig, check_limits
+from skyrl_fast.config.files import PLAIN_TEMPLATE_NAME, chat_template_file
 
 log = logging.getLogger(__name__)
 
 PHASES = ("train", "eval")
 
-PLAIN = "plain"  # value of generator.chat_template
 # For base models, which have none: a line for each message, an end token after each answer.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}"
@@ -71,8 +69,9 @@ def check_loop_settings(generator: GeneratorConfig) -> None:
 
 def read_chat_template(text_or_file: str | None) -> str | None:
     """Return the text of `generator.chat_template`; None: the tokenizer's own is used."""
-    if text_or_file == PLAIN:
+    if text_or_file == PLAIN_TEMPLATE_NAME:
         return PLAIN_TEMPLATE
-    if text_or_file is not None and "{" not in text_or_file:
-        return Path(expanduser(text_or_file)).read_text(encoding="utf-8")
+    file = chat_template_file(text_or_file)
+    if file is not None:
+        return file.read_text(encoding="utf-8")
     return text_or_file

@@ -38,6 +38,7 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,7 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype:
         """dtype of torch; KeyError if it is none of `DTYPES`."""
-        names = {}
-        for name, kind in DTYPES.items():
-            names[kind] = name
-        name = names[self.kind]
-        dtype = getattr(torch, name)
+        dtype = getattr(torch, NAMES[self.kind])
         assert isinstance(dtype, torch.dtype)
         return dtype
 

@@ -598,12 +598,13 @@ _ENGINES = (
         name="several engines",
         setting=f"{ENGINE}.num_engines",
         on="more than 1",
-        off="1",
-        is_on=lambda config: _engine(config, "num_engines") > 1,
-        needs=(
-            Need(("engines on a cluster",), "an engine in the trainer's process is the only one"),
-        ),
-        excludes={"engines on servers": "the servers are those of external_server_urls"},
+        off="null or 1",
+        is_on=lambda config: config.num_engines > 1,
+        excludes={
+            "engines on servers": "the servers are those of external_server_urls",
+            "several policies": "only an engine in the trainer's process has several adapters",
+            "weights by CUDA IPC": "several engines are processes of their own, which read files",
+        },
     ),
     Feature(
         name="sleeping engine",

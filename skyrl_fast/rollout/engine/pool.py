@@ -34,12 +34,12 @@ from skyrl_fast.rollout.engine.weights.transfer import (
 )
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.system.digests import digest_number
 from skyrl_fast.system.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MakeProbe = Callable[[Engine], Probe]
+MAX_SESSIONS = 1 << 17  # whose engines are remembered between two updates; others may change it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class _PoolMember:
     restarts: int = 0  # since the last weight update that it survived
     given_up: bool = False
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # still without an answer
+    num_sessions: int = 0  # that began on it
 
     @property
     def up(self) -> bool:
@@ -106,6 +107,7 @@ class EnginePool:
         self._max_restarts = max_restarts
         self._transport = transport
         self._seconds = seconds
+        self._sessions: dict[str, _PoolMember] = {}  # the last one used is the last
         self._changed = asyncio.Condition()
         self._interrupting = False
 
@@ -312,7 +314,11 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     async def _choose(self, session_id: str) -> _PoolMember | None:
-        """Return a running engine: the same one for a session, which has cached earlier turns."""
+        """Return a running engine: the same one for a session, which has cached earlier turns.
+
+        A new session goes to the engine with the fewest requests, of these to the one on which
+        fewest sessions began.
+        """
         # None during an update, which waits for requests to end.
         async with self._changed:
             while not (up := self._up()) and not self._interrupting:
@@ -320,7 +326,15 @@ class EnginePool:
                 await self._changed.wait()
         if self._interrupting:
             return None
-        return up[digest_number(session_id) % len(up)]
+        member = self._sessions.pop(session_id, None)
+        if member is None or not member.up:
+            # The first one's requests are its own: a later session of equal load takes the next.
+            member = min(up, key=lambda one: (len(one.calls), one.num_sessions))
+            member.num_sessions += 1
+        self._sessions[session_id] = member  # now the last one
+        if len(self._sessions) > MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        return member
 
     async def _mark_dead(self, member: _PoolMember, error: EngineError | WeightSyncError) -> None:
         member.error = error
@@ -465,6 +479,8 @@ class EnginePool:
             raise EngineDeadError(f"no engine came back within {limit:g} s: {reasons}")
 
     async def _serve_waiting(self) -> None:
+        # Caches of earlier turns are gone, and an engine that is back has no session.
+        self._sessions.clear()
         async with self._changed:
             self._interrupting = False
             self._changed.notify_all()

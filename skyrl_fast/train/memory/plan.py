@@ -309,7 +309,7 @@ def _plan(
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     used = _total([*before, *together])
-    part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, used)
+    part, share = _engine_item(config, size, len(engine.engines[0]), capacity, used)
     shared = engine.shared
     phase = ", generation" if engine.sleeps else ""
     of_trainer = [gpu for gpu in ranks if gpu not in shared]
@@ -373,15 +373,19 @@ def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
         base = size.frozen_parameters
     else:
         base = size.parameters
-    yield Item("engine: libraries", CPU_ENGINE_BYTES)
-    yield Item("engine: weights, and their copy in the kernels' layout", 2 * item * base)
+    number = config.num_engines
+    whose = "engine" if number == 1 else f"{number} engines"
+    yield Item(f"{whose}: libraries", number * CPU_ENGINE_BYTES)
+    weights = number * 2 * item * base
+    yield Item(f"{whose}: weights, and their copy in the kernels' layout", weights)
     gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
-    cache = round(float(gibs) * GIB)
-    yield Item(f"engine: KV cache ({CPU_CACHE_VARIABLE})", cache)
+    cache = number * round(float(gibs) * GIB)
+    yield Item(f"{whose}: KV cache ({CPU_CACHE_VARIABLE})", cache)
     logits = FLOAT32_BYTES * config.generator.inference_engine.max_num_seqs * size.vocab_size
     by_seqs = ("generator.inference_engine.max_num_seqs",)
-    yield Item("engine: logits", LOGIT_COPIES * logits, by_seqs)
-    in_memory = config.trainer.placement.num_ranks == 1 and not config.trains_adapter
+    yield Item(f"{whose}: logits", number * LOGIT_COPIES * logits, by_seqs)
+    one_rank = config.trainer.placement.num_ranks == 1
+    in_memory = one_rank and number == 1 and not config.trains_adapter
     if not in_memory and config.engine_weights is not EngineWeights.ADAPTER:
         yield Item("weights for the engine, and their file", 2 * item * base)
 
@@ -413,7 +417,7 @@ def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int
     if engine.weight_sync == "file":  # a copy in this process, and the file in shared memory
         parameters += 2 * sent
     if engine.sleeps:
-        parameters += size.parameters
+        parameters += len(engine.engines) * size.parameters
     return item * parameters
 
 

@@ -141,6 +141,7 @@ def plan_run_memory(
                 )
                 placement = replace(placement, weight_sync="file")
                 planned.generator.inference_engine.weight_sync_backend = "file"
+        engine.num_engines = len(placement.engines)
         engine.gpu_ids = list(placement.gpu_ids)
         engine.enable_sleep_mode = placement.sleeps
         engine.weight_sync_backend = placement.weight_sync

@@ -205,13 +205,21 @@ def test_a_gpus_attention_saves_no_product_of_rows_whatever_its_heads(tmp_path: 
 def test_gpus_share_all_but_activations(small: Path) -> None:
     one = sizes(plan_memory(config_of(small), capacity=GPU))
     four = "trainer.placement.policy_num_gpus_per_node=4"
-    plan = plan_memory(config_of(small, four), capacity=GPU)
+    each = plan_memory(config_of(small, four), capacity=GPU)
+    names = [device.name for device in each.devices]
+    assert names == ["each of GPU 0 to 3, update", "each of GPU 0 to 3, generation"]
+    assert "engine  0  1  2  3\n" in str(each)
+    single = "generator.inference_engine.num_engines=1"
+    plan = plan_memory(config_of(small, four, single), capacity=GPU)
+    assert "engine  0  .  .  .\n" in str(plan)
+    assert each.host_bytes - plan.host_bytes == 3 * 2 * 494_032_768  # asleep, in bfloat16
+    assert each.engine_share == plan.engine_share
     first = sizes(plan)
     assert first["AdamW's moments"] == one["AdamW's moments"] // 4
     same = "activations of 16,384 tokens, with checkpointing"
     assert first[same] == one[same]
     names = [device.name for device in plan.devices]
-    assert names == ["GPU 0, update", "GPU 0, generation", "each of GPU 1, GPU 2, GPU 3"]
+    assert names == ["GPU 0, update", "GPU 0, generation", "each of GPU 1 to 3"]
     others = sizes(plan, 2)
     assert set(first) - set(others) == {"sleeping engine: CUDA context and graphs"}
     assert "gathered weights and gradients" in others

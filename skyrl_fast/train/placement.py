@@ -77,6 +77,36 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     return EnginePlacement(tuple(engines), shared, sleeps, weight_sync)
 
 
+def draw_placement(num_ranks: int, placement: EnginePlacement | None) -> str:
+    """Return which GPU holds which rank and which engine of a machine; "" where there is one GPU.
+
+    Example:
+        >>> print(draw_placement(2, EnginePlacement(((2,), (3,)), (), False, "file")))
+        GPU     0  1  2  3
+        rank    0  1  .  .
+        engine  .  .  0  1
+        engines get their weights by file
+    """
+    engine_of = {}
+    if placement is not None:
+        for number, gpus in enumerate(placement.engines):
+            engine_of.update(dict.fromkeys(gpus, str(number)))
+    used = sorted({*range(num_ranks), *engine_of})
+    if len(used) < 2:
+        return ""
+    rows = {"GPU": [str(gpu) for gpu in used]}
+    rows["rank"] = [str(gpu) if gpu < num_ranks else "." for gpu in used]
+    if placement is not None:
+        rows["engine"] = [engine_of.get(gpu, ".") for gpu in used]
+    lines = []
+    for name, cells in rows.items():
+        lines.append(f"{name:<6}" + "".join(f"{cell:>3}" for cell in cells))
+    if placement is not None:
+        asleep = "; they sleep during updates" if placement.sleeps else ""
+        lines.append(f"engines get their weights by {placement.weight_sync}{asleep}")
+    return "\n".join(lines)
+
+
 def _check_gpu_ids(
     given: Sequence[int], num_engines: int | None, each: int, num_gpus: int
 ) -> tuple[int, ...]:

@@ -103,6 +103,7 @@ class MemoryPlan:
             pass spares a product.
         remedies: settings with which the run would fit; None where it fits, or none were looked
             for.
+        drawing: which GPU holds which rank and engine; "": there is one GPU, or none.
     """
 
     devices: tuple[DevicePlan, ...]
@@ -111,6 +112,7 @@ class MemoryPlan:
     held_gradient_bytes: int = 0
     saved_logits_bytes: int = 0
     remedies: Remedies | None = None
+    drawing: str = ""
 
     @property
     def fits(self) -> bool:
@@ -118,6 +120,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         lines = [str(device) for device in self.devices]
+        if self.drawing:
+            lines.insert(0, self.drawing)
         if self.host_bytes:
             lines.append(f"main memory: {gib(self.host_bytes)} GiB for copies of the weights")
         if self.fits:

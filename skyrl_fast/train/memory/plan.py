@@ -46,7 +46,7 @@ from skyrl_fast.train.memory.remedies import (
 )
 from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
-from skyrl_fast.train.placement import EnginePlacement, engine_placement
+from skyrl_fast.train.placement import EnginePlacement, draw_placement, engine_placement
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
 BLOCK_VALUES = 256  # block of torchao's 8-bit moments, which share a float32 scale
@@ -288,7 +288,8 @@ def _plan(
         if on_cluster:
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, [*before, *trainer], capacity),)
-        return MemoryPlan(alone, None, 0, *_spare_bytes(config, measure, alone))
+        drawing = draw_placement(config.trainer.placement.policy_num_gpus_per_node, None)
+        return MemoryPlan(alone, None, 0, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
         received = RECEIVED_BUCKETS * bucket
@@ -332,7 +333,8 @@ def _plan(
         dtype = _dtype(config.trainer.policy.dtype)
         host += dtype.itemsize * size.frozen_parameters
     held, logits = _spare_bytes(config, measure, updates)
-    return MemoryPlan(tuple(devices), share, host, held, logits)
+    drawing = draw_placement(config.trainer.placement.policy_num_gpus_per_node, engine)
+    return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
 
 def _reader_items(engine: EnginePlacement) -> list[Item]:
@@ -425,11 +427,14 @@ def _devices(
     gpus: Sequence[int], items: Sequence[Item], capacity: int, phase: str = ""
 ) -> Iterator[DevicePlan]:
     if gpus:
-        each = [f"GPU {number}" for number in gpus]
-        if len(each) == 1:
-            name = each[0]
+        first = gpus[0]
+        last = gpus[-1]
+        if len(gpus) == 1:
+            name = f"GPU {first}"
+        elif list(gpus) == list(range(first, last + 1)):
+            name = f"each of GPU {first} to {last}"
         else:
-            name = f"each of {', '.join(each)}"
+            name = f"each of GPU {', '.join(map(str, gpus))}"
         yield DevicePlan(name + phase, tuple(items), capacity)
 
 

@@ -197,6 +197,23 @@ async def test_sessions_are_distributed_and_stay_on_their_engine() -> None:
 
 
 @pytest.mark.spec("async.server-sessions")
+async def test_no_engine_idles_while_another_has_many_requests() -> None:
+    engines = [OneWeight("a"), OneWeight("b")]
+    pool, _ = await started(*engines)
+    for number in range(40):
+        await ask(pool, f"s{number}")
+    assert [len(engine.sessions) for engine in engines] == [20, 20]
+    first = [*engines[0].sessions]
+    engines[0].hold = asyncio.Event()
+    asked = [asyncio.create_task(ask(pool, session)) for session in first]
+    await asyncio.sleep(0.01)
+    engines[0].hold.set()
+    await asyncio.gather(*asked)
+    moved = [session for session in first if session in engines[1].sessions]
+    assert len(moved) == 4  # the 16 that stay are not more than 2 * 4 + 8
+
+
+@pytest.mark.spec("async.server-sessions")
 async def test_requests_of_a_dead_engine_move_to_another() -> None:
     engines = [OneWeight("a"), OneWeight("b")]
     pool, _ = await started(*engines)

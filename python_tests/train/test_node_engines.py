@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -37,6 +36,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),  # each starts ranks and engines
 ]
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 BOTH = [
     "trainer.placement.policy_num_gpus_per_node=2",
     "generator.inference_engine.num_engines=2",
@@ -44,9 +44,11 @@ BOTH = [
 
 
 @pytest.fixture(autouse=True)
-def tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mark this test's processes."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mark this test's processes, which import its helpers."""
     monkeypatch.setenv(TAG, secrets.token_hex(8))
+    paths = [str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,15 @@ def test_engines_get_the_adapter(folder: Path, tiny_model_folder: Path) -> None:
     wait_for_end()
 
 
+def other_ranks(trainer: int) -> list[int]:
+    """Return the processes that a trainer has spawned, but for those of its engines."""
+    of_engines = set(servers())
+    for server in servers():
+        of_engines |= set(children(server))
+    others = set(children(trainer)) - of_engines
+    return [pid for pid in others if "spawn_main" in command_of(pid)]
+
+
 @pytest.mark.spec("update.node-engines")
 @pytest.mark.parametrize("killed", ["trainer", "rank"])
 def test_nothing_is_left_and_the_same_command_resumes(
@@ -116,8 +127,7 @@ def test_nothing_is_left_and_the_same_command_resumes(
         if killed == "trainer":
             driver.kill()
         else:
-            (rank,) = [pid for pid in children(driver.pid) if "rank" in command_of(pid)]
-            os.kill(rank, signal.SIGKILL)
+            kill_one(other_ranks(driver.pid))
     wait_for_end()
     subprocess.run(command, check=True)
     same(folder / "alone", run_path)

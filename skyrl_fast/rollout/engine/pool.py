@@ -39,6 +39,7 @@ from skyrl_fast.system.tasks import gather_or_cancel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MakeProbe = Callable[[Engine], Probe]
+MORE_REQUESTS = 8  # than twice another engine's, with which an engine loses sessions to it
 MAX_SESSIONS = 1 << 17  # whose engines are remembered between two updates; others may change it
 
 
@@ -317,7 +318,8 @@ class EnginePool:
         """Return a running engine: the same one for a session, which has cached earlier turns.
 
         A new session goes to the engine with the fewest requests, of these to the one on which
-        fewest sessions began.
+        fewest sessions began. So does one whose engine has so many more that its cache is worth
+        less than the wait.
         """
         # None during an update, which waits for requests to end.
         async with self._changed:
@@ -327,9 +329,10 @@ class EnginePool:
         if self._interrupting:
             return None
         member = self._sessions.pop(session_id, None)
-        if member is None or not member.up:
-            # The first one's requests are its own: a later session of equal load takes the next.
-            member = min(up, key=lambda one: (len(one.calls), one.num_sessions))
+        idlest = min(up, key=lambda one: (len(one.calls), one.num_sessions))
+        most = 2 * len(idlest.calls) + MORE_REQUESTS
+        if member is None or not member.up or len(member.calls) > most:
+            member = idlest
             member.num_sessions += 1
         self._sessions[session_id] = member  # now the last one
         if len(self._sessions) > MAX_SESSIONS:

@@ -549,6 +549,13 @@ _MODELS = (
         is_on=lambda config: _engine(config, "enable_return_routed_experts"),
     ),
     Feature(
+        name="moments in main memory",
+        setting="trainer.policy.optimizer_config.offload_after_step",
+        on="true",
+        off="null or false",
+        is_on=lambda config: bool(config.trainer.policy.optimizer_config.offload_after_step),
+    ),
+    Feature(
         name="several ranks",
         setting="trainer.placement.policy_num_gpus_per_node",
         on="more than 1, or several nodes",

@@ -140,6 +140,11 @@ class OptimizerConfig:
     scheduler: str = setting(
         "constant_with_warmup", "learning-rate schedule after the warm-up", choices=SCHEDULERS
     )
+    offload_after_step: bool | None = setting(
+        None,
+        "whether the moments are in main memory between optimizer steps; null: on a GPU, where the "
+        "run would not fit otherwise",
+    )
 
 
 @dataclass(slots=True)

@@ -168,7 +168,7 @@ def plan_with_remedies(
         partial(planner.plan_changed, config),
         is_on_gpus=_device(config).type == "cuda",
     )
-    return replace(plan, remedies=remedies)
+    return replace(planner.plan_as_set(config), remedies=remedies)
 
 
 class _Planner:
@@ -182,7 +182,22 @@ class _Planner:
         self._measure = _Measurements()
 
     def plan(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
-        """Return the plan; without activations, which take long to measure, a lower bound of it."""
+        """Return the plan; without activations, which take long to measure, a lower bound of it.
+
+        Where moments on the GPUs do not fit, and settings leave it open, they are offloaded.
+        """
+        plan = self.plan_as_set(config, with_activations=with_activations)
+        names = _open_offloads(config)
+        if plan.fits or not names or _device(config).type == "cpu":
+            return plan
+        offloaded = with_settings(config, dict.fromkeys(names, True))
+        other = self.plan_as_set(offloaded, with_activations=with_activations)
+        if _lacking(other) < _lacking(plan):
+            return replace(other, offloads_moments=True)
+        return plan
+
+    def plan_as_set(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
+        """Return the plan with all moments on the GPUs that the settings do not offload."""
         if with_activations:
             measure = self._measure
         else:
@@ -221,6 +236,30 @@ class _Planner:
             return self.plan(changed, with_activations=with_activations)
         except ValueError:  # such as ipc with several GPUs
             return None
+
+
+def _lacking(plan: MemoryPlan) -> int:
+    """Return the bytes that the fullest GPU lacks; less than 0 where all fits."""
+    return max(device.total - device.capacity for device in plan.devices)
+
+
+def _open_offloads(config: Config) -> list[str]:
+    """Return the settings that leave it open whether moments are in main memory."""
+    trainer = config.trainer
+    found = []
+    if trainer.policy.optimizer_config.offload_after_step is None:
+        found.append("trainer.policy.optimizer_config.offload_after_step")
+    has_critic = trainer.critic.model.path is not None
+    if has_critic and trainer.critic.optimizer_config.offload_after_step is None:
+        found.append("trainer.critic.optimizer_config.offload_after_step")
+    return found
+
+
+def offload_moments(config: Config) -> None:
+    """Decide, in place, what the settings leave open, as a plan with `offloads_moments` wants it."""
+    for name in _open_offloads(config):
+        model = name.split(".")[1]
+        getattr(config.trainer, model).optimizer_config.offload_after_step = True
 
 
 @dataclass(slots=True)
@@ -289,7 +328,8 @@ def _plan(
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, [*before, *trainer], capacity),)
         drawing = draw_placement(config.trainer.placement.policy_num_gpus_per_node, None)
-        return MemoryPlan(alone, None, 0, *_spare_bytes(config, measure, alone), drawing=drawing)
+        host = _offloaded_bytes(config, size)
+        return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
         received = RECEIVED_BUCKETS * bucket
@@ -420,7 +460,16 @@ def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int
         parameters += 2 * sent
     if engine.sleeps:
         parameters += len(engine.engines) * size.parameters
-    return item * parameters
+    return item * parameters + _offloaded_bytes(config, size)
+
+
+def _offloaded_bytes(config: Config, size: ModelSize) -> int:
+    """Return the main memory of the policy's moments that leave the GPUs of a machine."""
+    optimizer = config.trainer.policy.optimizer_config
+    if not optimizer.offload_after_step:
+        return 0
+    share = size.trained_parameters / config.trainer.placement.policy_num_nodes
+    return math.ceil(share * moment_bytes(optimizer))
 
 
 def _devices(
@@ -455,8 +504,8 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
     policy = str(trainer.policy.model.path)
     size = measure.policy_size(config)
     items = _weight_items(config, size)
-    each = moment_bytes(trainer.policy.optimizer_config)
-    items.append(_share_bytes(config, "AdamW's moments", size.trained_parameters, each))
+    if not trainer.policy.optimizer_config.offload_after_step:
+        items.append(_moments_item(config, "", size.trained_parameters))
     if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and not config.shares_reference:
         reference = measure.size(trainer.ref.model.path or policy).parameters
         items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
@@ -466,10 +515,17 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
         if config.shares_critic:
             weights = size.trained_parameters + size.hidden_size
             name = "adapter, head"
-        each = WEIGHT_BYTES + moment_bytes(trainer.critic.optimizer_config)
-        name = f"critic's {name} and moments"
-        items.append(_share_bytes(config, name, weights, each))
+        items.append(_share_bytes(config, f"critic's {name}", weights, WEIGHT_BYTES))
+        if not trainer.critic.optimizer_config.offload_after_step:
+            items.append(_moments_item(config, "critic's ", weights))
     return items
+
+
+def _moments_item(config: Config, whose: str, parameters: int) -> Item:
+    trainer = config.trainer
+    model = trainer.critic if whose else trainer.policy
+    each = moment_bytes(model.optimizer_config)
+    return _share_bytes(config, f"{whose}AdamW's moments", parameters, each)
 
 
 def moment_bytes(config: OptimizerConfig) -> float:
@@ -582,6 +638,13 @@ def _update_items(
     # One after the other. The embeddings' gradient comes last, when the activations are freed.
     name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
     items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
+    model = trainer.policy if is_policy else trainer.critic
+    if model.optimizer_config.offload_after_step:
+        # They are on the GPU for the step, when what the passes took is free.
+        moments = _moments_item(config, whose, size.trained_parameters)
+        beyond = max(0, moments.num_bytes - _total(items[1:]))
+        name = f"{whose}AdamW's moments in a step, beyond what passes take"
+        items.append(replace(moments, name=name, num_bytes=beyond))
     return items
 
 
@@ -768,6 +831,9 @@ def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[
     if trainer.policy.optimizer_config.optimizer == "adamw":
         name = "trainer.policy.optimizer_config.optimizer"
         yield Axis("8-bit moments", [*one_setting(name, ["adamw_8bit"])])
+    if trainer.policy.optimizer_config.offload_after_step is False:
+        name = "trainer.policy.optimizer_config.offload_after_step"
+        yield Axis("moments in main memory", [*one_setting(name, [True])])
     powers = [n for n in (2, 4, MAX_GPUS) if n <= max_gpus]
     more = [n for n in powers if n > trainer.placement.policy_num_gpus_per_node]
     if more:

@@ -25,6 +25,7 @@ AGENT = "with an agent"
 RANKS = "with several ranks"
 SUMMARIES = "with summaries"
 TEACHERS = "with teachers"
+OFFLOADED = "with moments in main memory"
 
 # How an update's metrics add up, over its passes and over its mini-batches.
 Over = Literal[
@@ -328,6 +329,13 @@ METRICS = (
         limit=0,
         over="mini_batches",
     ),
+    Metric(
+        "policy/offloaded_bytes",
+        "AdamW's moments that move from main memory and back, in an optimizer step, of rank 0",
+        "bytes",
+        where=OFFLOADED,
+        over="mini_batches",
+    ),
     Metric("policy/optimizer_steps", "optimizer steps of the batch", "steps"),
     Metric(
         "policy/rollout_train_logprobs_abs_diff_mean",
@@ -574,6 +582,13 @@ METRICS = (
         "its optimizer steps skipped",
         _SHARE,
         "0",
+        over="mini_batches",
+    ),
+    Metric(
+        "critic/offloaded_bytes",
+        "its moments that move from main memory and back, in an optimizer step, of rank 0",
+        "bytes",
+        where=OFFLOADED,
         over="mini_batches",
     ),
     Metric("critic/optimizer_steps", "its optimizer steps of the batch", "steps"),

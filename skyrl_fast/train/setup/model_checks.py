@@ -14,7 +14,12 @@ from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.memory.gpus import HERE, Gpus
-from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
+from skyrl_fast.train.memory.plan import (
+    gpu_memory,
+    memory_in_use,
+    offload_moments,
+    plan_with_remedies,
+)
 from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
 from skyrl_fast.train.placement import engine_placement
@@ -162,6 +167,8 @@ def plan_run_memory(
         return None
     if not plan.fits:
         raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
+    if plan.offloads_moments:
+        offload_moments(config)
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan

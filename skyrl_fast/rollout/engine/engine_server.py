@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.serve_vllm import (
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, check_model_folder
 from skyrl_fast.system.log_tail import log_tail
 
+_CHOSEN_PORTS: set[int] = set()
 LOG_LINES = 5  # last lines of the server's log, quoted when it has exited
 
 
@@ -117,5 +118,10 @@ class EngineServer:
 
 def _free_port(address: str) -> int:
     """Return a port that is free now; if another process takes it, the server does not start."""
-    with socket.create_server((address, 0)) as listener:
-        return int(listener.getsockname()[1])
+    while True:
+        with socket.create_server((address, 0)) as listener:
+            port = int(listener.getsockname()[1])
+        # Not one of another server of this process, which does not listen yet.
+        if port not in _CHOSEN_PORTS:
+            _CHOSEN_PORTS.add(port)
+            return port

@@ -66,6 +66,27 @@ def test_environments_and_lengths(folder: Path, overrides: list[str], message: s
     assert message in str(caught.value)
 
 
+@pytest.mark.spec("run.unread-settings")
+def test_settings_without_effect_are_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(
+        folder,
+        "run",
+        "trainer.algorithm.kl_loss_coef=0.5",
+        "trainer.fully_async.max_staleness_steps=2",
+        "environment.env_class=nope:Env",
+    )
+    with pytest.raises(SetupError), caplog.at_level(logging.WARNING):
+        run_without_models(config)
+    (warning,) = [text for text in caplog.messages if "settings without effect" in text]
+    assert "trainer.algorithm.kl_loss_coef=0.5 has no effect without " in warning
+    assert (
+        "trainer.fully_async.max_staleness_steps=2 has no effect without "
+        "trainer.fully_async.enabled=true"
+    ) in warning
+
+
 # Settings with a mistake, and what the message must say. HERE is the folder of `mistakes`.
 MISTAKES = {
     # names

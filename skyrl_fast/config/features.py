@@ -92,7 +92,7 @@ def _missing_text(config: Config, feature: Feature, need: Need) -> str:
         alternatives = ""
     return (
         f"{wanted.setting}: expected {wanted.on}{alternatives} with "
-        f"{_assignment(config, feature.setting)}, as {need.reason}, got "
+        f"{assignment(config, feature.setting)}, as {need.reason}, got "
         f"{_shown_value(config, wanted.setting)}"
     )
 
@@ -103,12 +103,12 @@ def _refusal_text(config: Config, feature: Feature, other: Feature, reason: str)
     else:
         off = feature.off
     return (
-        f"{feature.setting}: expected {off} with {_assignment(config, other.setting)}, as "
+        f"{feature.setting}: expected {off} with {assignment(config, other.setting)}, as "
         f"{reason}, got {_shown_value(config, feature.setting)}"
     )
 
 
-def _assignment(config: Config, key: str) -> str:
+def assignment(config: Config, key: str) -> str:
     return f"{key}={_shown_value(config, key)}"
 
 

@@ -29,6 +29,7 @@ from skyrl_fast.config import (
     to_dict,
 )
 from skyrl_fast.config.modes import EnginePlace
+from skyrl_fast.config.unread import warn_of_unread_settings
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
@@ -227,6 +228,7 @@ def run_request(config: ConfigSource, given: GivenObjects, request: RunRequest) 
     make_env = given.write_into(config)
     check_config(config, has_prompts=request.prompts is not None)
     _check_callbacks(request.callbacks)
+    warn_of_unread_settings(config, has_eval_prompts=request.eval_prompts is not None)
     warn_without_baseline(config)
     warn_of_the_reference(config)
     run_here = replace(request, make_env=make_env).run_here

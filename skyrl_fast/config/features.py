@@ -575,9 +575,9 @@ _MODELS = (
 _ENGINES = (
     Feature(
         name="asynchronous training",
-        setting="trainer.fully_async.max_staleness_steps",
-        on="more than 0, with trainer.fully_async.enabled=true",
-        off="0",
+        setting="trainer.fully_async.enabled",
+        on="true, with trainer.fully_async.max_staleness_steps above 0",
+        off="false",
         is_on=lambda config: config.max_staleness > 0,
     ),
     Feature(

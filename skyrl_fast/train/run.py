@@ -85,7 +85,11 @@ from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.run_progress import RunProgress
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error, with_short_errors
-from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
+from skyrl_fast.train.setup.given_objects import (
+    GivenObjects,
+    has_one_turn,
+    with_absolute_paths,
+)
 from skyrl_fast.train.setup.model_checks import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
 from skyrl_fast.train.trainer import Components, Trainer
@@ -307,6 +311,7 @@ class RunRequest:
             make_rollouts,
             signals,
             self.parts,
+            one_turn=has_one_turn(self.make_env),
         )
 
     def _load_data(self, config: Config) -> RunData:
@@ -418,6 +423,7 @@ class _PreparedRun:
     make_rollouts: MakeRollouts
     signals: StopSignals
     parts: RunParts
+    one_turn: bool
 
 
 def _train(run: _PreparedRun) -> TrainResult:
@@ -471,11 +477,21 @@ class _EvalRewards(Callback):
         self.rewards[step] = metrics[EVAL_REWARD]
 
 
-def _limits_text(config: Config) -> str:
-    """Return what ends a trajectory, each limit with its setting."""
+def limits_text(config: Config, *, one_turn: bool = False) -> str:
+    """Return what ends a trajectory, each limit with its setting.
+
+    Args:
+        one_turn: whether its environment is a reward function, which ends it in its first turn.
+    """
     generator = config.generator
+    if one_turn:
+        turns = "one turn"
+    elif generator.turn_limit == 1:
+        turns = "one turn (generator.max_turns)"
+    else:
+        turns = f"at most {generator.turn_limit} turns (generator.max_turns)"
     return (
-        f"a trajectory has at most {generator.turn_limit} turns (generator.max_turns), prompts of "
+        f"a trajectory has {turns}, prompts of "
         f"{generator.max_input_length} tokens (generator.max_input_length), answers of "
         f"{generator.sampling_params.max_generate_length} (sampling_params.max_generate_length)"
     )
@@ -488,7 +504,7 @@ async def _run_loop(
     config = run.config
     checkpoint = run.start.checkpoint
     display = run.output.display
-    display.say(_limits_text(config))
+    display.say(limits_text(config, one_turn=run.one_turn))
     # What loading and measuring have left is the engine's by the memory plan.
     run.models.policy.free_cached_memory()
     with as_setup_error():

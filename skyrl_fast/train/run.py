@@ -300,6 +300,7 @@ class RunRequest:
             make_env=self.make_env,
             starter=starter,
             say=output.display.say,
+            is_stopping=signals.is_stopping,
         )
         return _PreparedRun(
             config,
@@ -621,6 +622,7 @@ async def _vllm_rollouts(
     make_env: MakeEnv | None,
     starter: RankStarter,
     say: Callable[[str], None],
+    is_stopping: Callable[[], bool],
 ) -> Rollouts:
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
@@ -633,6 +635,7 @@ async def _vllm_rollouts(
         address=starter.address,
         bundles=starter.engine_bundles,
         say=say,
+        is_stopping=is_stopping,
     )
 
 

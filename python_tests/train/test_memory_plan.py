@@ -496,10 +496,15 @@ def test_a_machine_without_a_gpu_is_planned_by_its_main_memory(
     assert f" of {main_memory() / GIB:,.1f} GiB\n" in printed.out
     assert printed.out.startswith("main memory: ")
     assert "--device-memory 79GiB plans for a GPU" in printed.err
-    for described in (["--device-memory", "79GiB"], ["--num-gpus", "1"], ["trainer.device=cuda"]):
+    for described in (
+        ["--device-memory", "79GiB"],
+        ["--num-gpus", "1"],
+        ["trainer.device=cuda"],
+        ["trainer.placement.policy_num_gpus_per_node=2"],
+    ):
         main([*command, *described])
         printed = capsys.readouterr()
-        assert printed.out.startswith("GPU 0") and " of 79.0 GiB\n" in printed.out
+        assert "GPU 0" in printed.out and " of 79.0 GiB\n" in printed.out
         assert "plans for a GPU" not in printed.err
 
 

@@ -79,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
         from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
     with as_usage_error(ValueError):
         describes_gpus = options.device_memory is not None or options.num_gpus is not None
-        if config.trainer.device == "auto" and not describes_gpus and not torch.cuda.device_count():
+        wants_gpus = describes_gpus or config.trainer.placement.num_ranks > 1
+        if config.trainer.device == "auto" and not wants_gpus and not torch.cuda.device_count():
             config.trainer.device = "cpu"
             sys.stderr.write(NO_GPU)
         found = main_memory() if config.trainer.device == "cpu" else gpu_memory(config)

@@ -188,7 +188,7 @@ def _hub_rows(name: str, split: str) -> Iterable[Any]:
         import datasets
     except ImportError:
         raise ValueError(
-            f"data file not found: {described_path(name)}; a dataset on the hub needs datasets: "
+            f"data file not found: {name}; a dataset on the hub needs datasets: "
             "pip install datasets"
         ) from None
     try:

@@ -15,6 +15,7 @@ from skyrl_fast.rollout.engine.protocol import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineStoppedError,
     Generation,
     NoRoomError,
     SamplingParams,
@@ -249,6 +250,37 @@ async def test_dead_engine_restarts_with_the_current_weights() -> None:
     assert engine.starts == 2
     assert pool.faults["engine_restarts"] == 1
     assert pool.activity() == []
+
+
+@pytest.mark.spec("run.engines-of-a-stop")
+async def test_engines_that_end_while_the_run_stops_are_not_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stopping: list[bool] = []
+    one = OneWeight("a")
+    other = OneWeight("b")
+    pool = EnginePool(
+        [one, other],  # type: ignore[list-item]
+        seconds=QUICK,
+        is_stopping=lambda: bool(stopping),
+    )
+    await pool.start()
+    trainer = Trainer()
+    await pool.verify(trainer.make_probe)
+    stopping.append(True)
+    one.alive = False
+    await pool.update(trainer.weights, trainer.make_probe)  # the other one has the weights
+    other.alive = False
+    for work in (
+        pool.update(trainer.weights, trainer.make_probe),
+        pool.repair(trainer.weights, trainer.make_probe),
+        pool.verify(trainer.make_probe),
+    ):
+        with pytest.raises(EngineStoppedError):
+            await asyncio.wait_for(work, 5)
+    assert [one.starts, other.starts] == [1, 1]
+    assert pool.faults["engine_deaths"] == 0
+    assert "DEAD" not in caplog.text
 
 
 @pytest.mark.spec("sync.frozen-parts")

@@ -523,6 +523,49 @@ def test_what_makes_a_run_fit_into_main_memory(
     assert f" of {main_memory() / GIB:,.1f} GiB\n" in capsys.readouterr().out
 
 
+@pytest.mark.spec("memory.main-memory")
+def test_a_machine_without_a_gpu_is_planned_by_its_main_memory(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.device_count():
+        pytest.skip("this machine has a GPU")
+    path = tmp_path / "config.yaml"
+    path.write_text(f"trainer: {{policy: {{model: {{path: {small}}}}}}}\n")  # without data
+    command = ["plan", str(path), "trainer.max_tokens_per_microbatch=256"]
+    main(command)
+    printed = capsys.readouterr()
+    assert f" of {main_memory() / GIB:,.1f} GiB\n" in printed.out
+    assert printed.out.startswith("main memory: ")
+    assert "--device-memory 79GiB plans for a GPU" in printed.err
+    for described in (
+        ["--device-memory", "79GiB"],
+        ["--num-gpus", "1"],
+        ["trainer.device=cuda"],
+        ["trainer.placement.policy_num_gpus_per_node=2"],
+    ):
+        main([*command, *described])
+        printed = capsys.readouterr()
+        assert "GPU 0" in printed.out and " of 79.0 GiB\n" in printed.out
+        assert "plans for a GPU" not in printed.err
+
+
+@pytest.mark.spec("memory.cpu-warning")
+def test_a_run_on_a_cpu_is_warned_of_more_memory_than_there_is(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_checks, "PLANNED_BYTES", 0)
+    config = config_of(small, "trainer.device=cpu", "trainer.max_tokens_per_microbatch=256")
+    for memory, is_warned in ((64 * GIB, False), (2 * GIB, True)):
+        caplog.clear()
+        plan = model_checks.plan_run_memory(config, None, with_engine=True, memory=memory)
+        assert plan is None
+        assert bool(caplog.messages) is is_warned
+    (warning,) = caplog.messages
+    assert warning.startswith("the run may need more memory than this machine has:\nmain memory: ")
+    assert "does not fit: main memory lacks" in warning
+    assert config.trainer.device == "cpu"
+
+
 @pytest.mark.spec("memory.mini-batch")
 @pytest.mark.parametrize(
     ("overrides", "tokens"),

@@ -92,7 +92,7 @@ def _missing_text(config: Config, feature: Feature, need: Need) -> str:
         alternatives = ""
     return (
         f"{wanted.setting}: expected {wanted.on}{alternatives} with "
-        f"{_assignment(config, feature.setting)}, as {need.reason}, got "
+        f"{assignment(config, feature.setting)}, as {need.reason}, got "
         f"{_shown_value(config, wanted.setting)}"
     )
 
@@ -103,12 +103,12 @@ def _refusal_text(config: Config, feature: Feature, other: Feature, reason: str)
     else:
         off = feature.off
     return (
-        f"{feature.setting}: expected {off} with {_assignment(config, other.setting)}, as "
+        f"{feature.setting}: expected {off} with {assignment(config, other.setting)}, as "
         f"{reason}, got {_shown_value(config, feature.setting)}"
     )
 
 
-def _assignment(config: Config, key: str) -> str:
+def assignment(config: Config, key: str) -> str:
     return f"{key}={_shown_value(config, key)}"
 
 
@@ -582,9 +582,9 @@ _MODELS = (
 _ENGINES = (
     Feature(
         name="asynchronous training",
-        setting="trainer.fully_async.max_staleness_steps",
-        on="more than 0, with trainer.fully_async.enabled=true",
-        off="0",
+        setting="trainer.fully_async.enabled",
+        on="true, with trainer.fully_async.max_staleness_steps above 0",
+        off="false",
         is_on=lambda config: config.max_staleness > 0,
     ),
     Feature(

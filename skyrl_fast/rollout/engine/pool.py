@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.protocol import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineStoppedError,
     Generation,
     NoRoomError,
 )
@@ -90,6 +91,8 @@ class EnginePool:
     Args:
         max_restarts: restarts of one engine between two weight updates that it survives.
         seconds: how long it waits for engines.
+        is_stopping: whether the run is ending: a signal to all its processes ends engines, too, and
+            none is started again.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class EnginePool:
         max_restarts: int = 3,
         transport: Transport = send_by_file,
         seconds: PoolSeconds = SECONDS,
+        is_stopping: Callable[[], bool] = bool,
     ) -> None:
         if not engines:
             raise ValueError("EnginePool: engines: expected at least one, got none")
@@ -109,6 +113,7 @@ class EnginePool:
         self._transport = transport
         self._seconds = seconds
         self._sessions: dict[str, _PoolMember] = {}  # the last one used is the last
+        self._is_stopping = is_stopping
         self._changed = asyncio.Condition()
         self._interrupting = False
 
@@ -237,6 +242,8 @@ class EnginePool:
                 reports.append(report)
             elif isinstance(member.error, WeightSyncError):
                 raise member.error
+        if not reports and self._is_stopping():
+            raise EngineStoppedError("the engines have ended with the run")
         if not reports:
             first = self._members[0].error
             raise EngineDeadError(f"no engine is left; the first one: {first}") from first
@@ -344,14 +351,17 @@ class EnginePool:
         if not member.up:
             return
         member.down_since = time.monotonic()
-        self.faults["engine_deaths"] += 1
-        log.warning(
-            "DEAD: %s; %d of %d engines are up: %s",
-            member.engine.name,
-            len(self._up()),
-            len(self._members),
-            _first_line(error),
-        )
+        if self._is_stopping():
+            log.info("%s has ended while the run stops", member.engine.name)
+        else:
+            self.faults["engine_deaths"] += 1
+            log.warning(
+                "DEAD: %s; %d of %d engines are up: %s",
+                member.engine.name,
+                len(self._up()),
+                len(self._members),
+                _first_line(error),
+            )
         for call in member.calls:  # they will never be answered
             call.cancel()
         async with self._changed:
@@ -440,7 +450,15 @@ class EnginePool:
         return report
 
     async def _restart_dead_engines(self) -> list[_PoolMember]:
-        """Restart dead engines if possible; they count as running once they have the weights."""
+        """Restart dead engines if possible; they count as running once they have the weights.
+
+        Raises:
+            EngineStoppedError: the run is stopping, and none is left.
+        """
+        if self._is_stopping():
+            if not self._up():
+                raise EngineStoppedError("the engines have ended with the run")
+            return []
         started = []
         for member in self._members:
             if member.up or member.given_up or not await member.engine.comes_back():

@@ -26,6 +26,7 @@ import torch
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.config.engine import LORA_RANKS
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.system.main_guard import Place
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WORKER_EXTENSION = "skyrl_fast.rollout.engine.weights.worker.WeightUpdateExtension"
@@ -131,14 +132,21 @@ def main_module() -> MainModule:
     return MainModule(getattr(sys.modules.get("__main__"), "__file__", None), is_child)
 
 
-def check_can_spawn(main: MainModule) -> None:
+def check_can_spawn(main: MainModule, unguarded: Place | None = None) -> None:
     """Raise EngineDeadError unless vLLM can spawn: its processes import the main module.
 
     That module must exist, and must not start an engine when it is imported.
+
+    Args:
+        unguarded: its line that starts one, also when it is imported.
     """
     if main.is_imported_by_child:
         raise EngineDeadError(
             f"the engine was started while a child process was importing: {GUARD}"
+        )
+    if unguarded is not None:
+        raise EngineDeadError(
+            f"{unguarded.file}, line {unguarded.line}, starts the engine without a guard. {GUARD}"
         )
     main_file = main.file
     if main_file is not None and not os.path.exists(main_file):

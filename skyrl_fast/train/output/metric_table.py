@@ -211,8 +211,13 @@ METRICS = (
     ),
     Metric(
         "eval/{data set}/pass_at_{k}",
-        "probability that one of k samples has a reward above 0",
+        "probability that one of k samples passes: has a reward above 0, however small",
         _SHARE,
+    ),
+    Metric(
+        "eval/{data set}/environment/{name}",
+        "mean of what environments or agents reported under a name in an evaluation, such as a "
+        "named part of the reward",
     ),
     Metric("eval/all/avg_num_turns", "turns of a trajectory in an evaluation", "turns"),
     *(

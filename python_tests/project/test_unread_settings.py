@@ -105,6 +105,7 @@ UNREAD_WITH: Mapping[str, Mapping[str, Any]] = {
 }
 # Values of settings for which the default's type or choices do not give another one.
 VALUES: Mapping[str, Any] = {
+    "trainer.critic.optimizer_config.offload_after_step": True,
     f"{ALGORITHM}.gdpo_weights": {"correct": 1.0},
     f"{ALGORITHM}.max_seq_len": 100,
     f"{ALGORITHM}.sequence_scope": "row",

@@ -104,8 +104,8 @@ class MemoryPlan:
             pass spares a product.
         remedies: settings with which the run would fit; None where it fits, or none were looked
             for.
-        offloads_moments: whether it fits only as moments are in main memory between optimizer steps,
-            which the settings leave open.
+        offloads_moments: whether it fits only as moments are in main memory between steps, which
+            the settings leave open.
         drawing: which GPU holds which rank and engine; "": there is one GPU, or none.
     """
 

@@ -256,7 +256,7 @@ def _open_offloads(config: Config) -> list[str]:
 
 
 def offload_moments(config: Config) -> None:
-    """Decide, in place, what the settings leave open, as a plan with `offloads_moments` wants it."""
+    """Decide in place what the settings leave open, as a plan with `offloads_moments` has it."""
     for name in _open_offloads(config):
         model = name.split(".")[1]
         getattr(config.trainer, model).optimizer_config.offload_after_step = True

@@ -143,6 +143,14 @@ class ClientSessions:
             )
         return model
 
+    def open_sampler(self, session: str, number: int, base_model: str) -> SamplingSession:
+        """Return a session's sampler of this number, a new one unless the call was sent again."""
+        name = f"{session}:sample:{number}"
+        samplers = self.find(session).samplers
+        if name not in samplers:
+            samplers[name] = SamplingSession(name, session, base_model)
+        return samplers[name]
+
     def sampler(self, name: Any) -> SamplingSession:
         """Return a sampler; RefusedCallError if its session has ended."""
         session = self._sessions.get(str(name).partition(":")[0])

@@ -16,6 +16,7 @@ from skyrl_fast.tinker.sampling import (
 from skyrl_fast.tinker.sessions import SamplingSession
 from skyrl_fast.tinker.shared import Json, SharedState, digest_of
 from skyrl_fast.tinker.snapshots import is_ephemeral
+from skyrl_fast.tinker.values import whole_number
 from skyrl_fast.tinker.wire import RefusedCallError, Samples, write_samples
 
 
@@ -58,16 +59,17 @@ class SamplingCalls:
         sampler = self._sampler_of(body)
         seq_id = body.get("seq_id")
         digest = digest_of(body)
-        if seq_id is not None and (known := sampler.accepted.get(seq_id)) is not None:
-            if known.digest != digest:
-                raise RefusedCallError(f"seq_id: {seq_id} was another call of this sampler")
-            return known
+        if seq_id is not None:
+            seq_id = whole_number("seq_id", seq_id, 0, None)
+            known = sampler.accepted.find(seq_id, digest)
+            if known is not None:
+                return known
         future = self._shared.futures.new(SAMPLING, digest)
         count = body.get("num_samples", 1)
         ids = [f"{future.request_id}-{n}" for n in range(count if isinstance(count, int) else 1)]
         future.extra["sample_sequence_ids"] = ids
         if seq_id is not None:
-            sampler.accepted[seq_id] = future
+            sampler.accepted.add(seq_id, future)
         task = asyncio.create_task(self._answer_sample(sampler, body, future))
         self._tasks[future.request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(future.request_id, None))
@@ -163,7 +165,7 @@ class SamplingCalls:
 
     def forget(self, sampler: SamplingSession) -> None:
         """Cancel the calls of a sampler, and delete a snapshot that has no name."""
-        for future in sampler.accepted.values():
+        for future in sampler.accepted:
             self.cancel(future.request_id)
         if sampler.path is not None and is_ephemeral(sampler.path):
             self._shared.store.delete(sampler.path)

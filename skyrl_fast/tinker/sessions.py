@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_fast.tinker.checkpoints import TinkerPath
-from skyrl_fast.tinker.futures import CallFuture, OrderedCalls
+from skyrl_fast.tinker.futures import AcceptedCalls, OrderedCalls
 from skyrl_fast.tinker.sampling import Snapshot
 from skyrl_fast.tinker.training import AdapterForm, TrainedAdapter
 from skyrl_fast.tinker.wire import RefusedCallError
@@ -74,7 +74,7 @@ class SamplingSession:
     path: TinkerPath | None = None
     saved_at: str = ""
     model: ServedModel | None = None
-    accepted: dict[int, CallFuture] = field(default_factory=dict)
+    accepted: AcceptedCalls = field(default_factory=AcceptedCalls)
 
     def current_snapshot(self) -> Snapshot | None:
         return self.snapshot if self.model is None else self.model.inflight

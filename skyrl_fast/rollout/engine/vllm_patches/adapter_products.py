@@ -85,19 +85,19 @@ def _multiply(
     options: tuple[Any, ...],
 ) -> None:
     matrix = matrices.flatten(0, -3)[adapter].to(output.dtype)  # (outputs, inputs)
-    compute(inputs.to(output.dtype) @ matrix.T, output, *options)
+    compute(inputs.to(output.dtype), matrix.T, output, *options)
 
 
-def _shrink(product: torch.Tensor, output: torch.Tensor, scaling: float = 1.0) -> None:
-    output[:, : product.shape[1]] = scaling * product
+def _shrink(
+    inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, scaling: float = 1.0
+) -> None:
+    output[:, : matrix.shape[1]].addmm_(inputs, matrix, beta=0, alpha=scaling)
 
 
-def _expand(product: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
+def _expand(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
     """Write or add a product, into all columns or, given their start and number, into some."""
     *part, adds = rest
-    start, size = part or (0, min(product.shape[1], output.shape[1]))  # either may be padded
+    # Either may be padded.
+    start, size = part or (0, min(matrix.shape[1], output.shape[1]))
     columns = output[:, start : start + size]
-    if adds:
-        columns += product[:, :size]
-    else:
-        columns.copy_(product[:, :size])
+    columns.addmm_(inputs, matrix[:, :size], beta=int(adds))

@@ -8,76 +8,102 @@ takes as long as a small product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-# Of vLLM's operations, the number of arguments that name each token's adapter: its number; or of
-# each run of tokens start, length and adapter, and three sizes.
-_BY_TOKEN = 1
-_BY_SEQUENCE = 6
-
 Rows = slice | torch.Tensor
+Compute = Callable[..., None]
 
 
 def multiply_by_adapter() -> None:
     from vllm.lora.punica_wrapper import punica_cpu
 
-    for kind, number in (("bgmv", _BY_TOKEN), ("sgmv", _BY_SEQUENCE)):
-        for name, compute in (("shrink", _shrink), ("expand", _expand), ("expand_slice", _expand)):
-            setattr(punica_cpu, f"{kind}_{name}", _make_operation(compute, number))
+    operations = {
+        "shrink": _shrink,
+        "expand": _expand,
+        "expand_slice": _expand,
+    }
+    for name, compute in operations.items():
+        setattr(punica_cpu, f"bgmv_{name}", partial(_run_by_token, compute))
+        setattr(punica_cpu, f"sgmv_{name}", partial(_run_by_sequence, compute))
 
 
-def _make_operation(compute: Callable[..., None], number: int) -> Callable[..., None]:
-    def run(inputs: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
-        names = rest[:number]
-        options = rest[number:]
-        if len(matrices) == 1:  # every request of the engine has it
-            _multiply(compute, inputs, matrices, 0, output, options)
-            return
-        for adapter, rows in _rows_of_adapters(names):
-            if isinstance(rows, slice):
-                _multiply(compute, inputs[rows], matrices, adapter, output[rows], options)
-                continue
-            part = output[rows]
-            _multiply(compute, inputs[rows], matrices, adapter, part, options)
+def _run_by_token(
+    compute: Compute,
+    inputs: torch.Tensor,
+    matrices: torch.Tensor,
+    output: torch.Tensor,
+    adapters: torch.Tensor,
+    *options: Any,
+) -> None:
+    """Compute one of vLLM's operations that are given the adapter of each token."""
+    lengths = (1,) * len(adapters)
+    rows = _find_rows(tuple(adapters.tolist()), lengths)
+    _run(compute, inputs, matrices, output, rows, options)
+
+
+def _run_by_sequence(
+    compute: Compute,
+    inputs: torch.Tensor,
+    matrices: torch.Tensor,
+    output: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    adapters: torch.Tensor,
+    num_runs: int,
+    max_length: int,
+    num_tokens: int,
+    *options: Any,
+) -> None:
+    """Compute one of vLLM's operations that are given runs of tokens with one adapter."""
+    rows = _find_rows(tuple(adapters.tolist()), tuple(lengths.tolist()))
+    _run(compute, inputs, matrices, output, rows, options)
+
+
+def _run(
+    compute: Compute,
+    inputs: torch.Tensor,
+    matrices: torch.Tensor,
+    output: torch.Tensor,
+    rows_of_adapters: Sequence[tuple[int, Rows]],
+    options: tuple[Any, ...],
+) -> None:
+    for adapter, rows in rows_of_adapters:
+        part = output[rows]
+        _multiply(compute, inputs[rows], matrices, adapter, part, options)
+        if not isinstance(rows, slice):  # else the part is a view
             output[rows] = part
-
-    return run
-
-
-def _rows_of_adapters(names: tuple[Any, ...]) -> tuple[tuple[int, Rows], ...]:
-    """Return the rows of each adapter that some token has."""
-    if len(names) == _BY_TOKEN:
-        adapters = names[0].tolist()
-        return _rows_of_runs(tuple(adapters), (1,) * len(adapters))
-    return _rows_of_runs(tuple(names[2].tolist()), tuple(names[1].tolist()))
 
 
 @lru_cache(maxsize=4)  # of a step all products have the same runs
-def _rows_of_runs(
-    adapters: tuple[int, ...], lengths: tuple[int, ...]
-) -> tuple[tuple[int, Rows], ...]:
-    """Return the rows of each adapter: a slice if they follow one another, else their numbers."""
-    by_row = torch.tensor(adapters).repeat_interleave(torch.tensor(lengths))
+def _find_rows(adapters: tuple[int, ...], lengths: tuple[int, ...]) -> list[tuple[int, Rows]]:
+    """Return the rows of each adapter: a slice if they follow one another, else their numbers.
+
+    Args:
+        adapters: of each run of tokens; -1: none.
+        lengths: of the runs.
+    """
+    counts = torch.tensor(lengths)
+    adapter_of_row = torch.tensor(adapters).repeat_interleave(counts)
     found: list[tuple[int, Rows]] = []
     for adapter in sorted(set(adapters)):
         if adapter < 0:
             continue
-        rows = (by_row == adapter).nonzero()[:, 0]
+        rows = (adapter_of_row == adapter).nonzero().flatten()
         first = int(rows[0])
-        last = int(rows[-1])
-        if last - first + 1 == len(rows):
-            found.append((adapter, slice(first, last + 1)))
+        end = int(rows[-1]) + 1
+        if end - first == len(rows):
+            found.append((adapter, slice(first, end)))
         else:
             found.append((adapter, rows))
-    return tuple(found)
+    return found
 
 
 def _multiply(
-    compute: Callable[..., None],
+    compute: Compute,
     inputs: torch.Tensor,
     matrices: torch.Tensor,
     adapter: int,
@@ -97,7 +123,10 @@ def _shrink(
 def _expand(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
     """Write or add a product, into all columns or, given their start and number, into some."""
     *part, adds = rest
-    # Either may be padded.
-    start, size = part or (0, min(matrix.shape[1], output.shape[1]))
+    if part:
+        start, size = part
+    else:
+        start = 0
+        size = min(matrix.shape[1], output.shape[1])  # either may be padded
     columns = output[:, start : start + size]
     columns.addmm_(inputs, matrix[:, :size], beta=int(adds))

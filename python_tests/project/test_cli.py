@@ -255,6 +255,7 @@ REFUSED_WITHOUT_TORCH = (
     ("gateway YAML trainer.sead=3", "did you mean trainer.seed?"),
     ("gateway --model m trainer.sead=3", "did you mean trainer.seed?"),
     ("tinker m trainer.sead=3", "did you mean trainer.seed?"),
+    ("tinker m trainer.epochs=2", "trainer.epochs: has no meaning for skyrl-fast tinker"),
     ("quickstart trainer.sead=3", "did you mean trainer.seed?"),
     ("view .", "no trajectories in trajectories"),
     ("compare .", "expected a run folder, got one without metrics.jsonl"),

@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout import groups
 from skyrl_fast.rollout.answer_parser import AnswerParser
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.parent_watch import configure_logging
 from skyrl_fast.train.data.prompts import prompts_from
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "door"}}}
@@ -220,6 +223,18 @@ async def test_a_late_parser_neither_stops_the_loop_nor_hangs() -> None:
     assert quick == ParsedAnswer("quick", rest="b" * 1_000)
     assert await late == ParsedAnswer(HOSTILE, failed=True, rest=HOSTILE)
     assert beats > 10  # of about 200
+
+
+def test_calls_that_cannot_be_parsed_are_noticed_after_vllm_has_started(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Its start configures the loggers of vLLM anew, which drops what others had added."""
+    pytest.importorskip("vllm")
+    parser = ToolCallParser("hermes", tiny_tokenizer)
+    engine_environment(VllmSetup("m", log_file=str(tmp_path / "engine.log"), on_cpu=True))
+    configure_logging(str(tmp_path / ".engine.log.json"))
+    broken = "<tool_call>{not json</tool_call>"
+    assert parser.parse(broken, None) == ParsedAnswer(broken, failed=True)
 
 
 @pytest.mark.spec("rollout.tool-calls")

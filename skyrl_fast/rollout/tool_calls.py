@@ -49,7 +49,7 @@ class ToolCallParser(VllmParser):
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         super().__init__(name, tokenizer)
-        self._errors = _attach_error_log()  # after vLLM's import, which sets up its loggers
+        self._errors = _error_log()  # after vLLM's import, which sets up its loggers
 
     def _extract(self, parser: Any, text: str) -> Any:
         return parser.extract_tool_calls(text, _request(None))
@@ -62,6 +62,7 @@ class ToolCallParser(VllmParser):
         forced: str | None = None,
     ) -> ParsedAnswer:
         """Return content and calls, none where they cannot be parsed; `forced` as of `forcing`."""
+        self._errors.attach()
         logged = self._errors.number  # parsers log what they cannot parse, and return it as text
         try:
             request = _request(tools)
@@ -120,17 +121,19 @@ class _LoggedErrors(logging.Handler):
         super().__init__(logging.ERROR)
         self.number = 0
 
+    def attach(self) -> None:
+        """Receive them, also after vLLM's start, whose configuration removes this handler."""
+        logger = logging.getLogger("vllm.tool_parsers")
+        logger.addHandler(self)  # once is enough
+        logger.propagate = False
+
     def emit(self, record: logging.LogRecord) -> None:
         self.number += 1
 
 
 @cache
-def _attach_error_log() -> _LoggedErrors:
-    handler = _LoggedErrors()
-    logger = logging.getLogger("vllm.tool_parsers")
-    logger.addHandler(handler)
-    logger.propagate = False
-    return handler
+def _error_log() -> _LoggedErrors:
+    return _LoggedErrors()
 
 
 def _call(name: str, arguments: str, sampled_id: str | None = None) -> dict[str, Any]:

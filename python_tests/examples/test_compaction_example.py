@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ from examples.compaction.route import (
     drop_history,
     leg_text,
 )
-from examples.tiny_model.jsonl import write_jsonl
+from examples.tiny_model.jsonl import read_jsonl, write_jsonl
 from examples.tiny_model.model import make_tokenizer
 from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.config.loading import load_config
@@ -210,3 +212,22 @@ def test_the_warm_start_writes_a_model_that_the_engine_loads(tmp_path: Path) -> 
     config = json.loads((tmp_path / "model/config.json").read_text())
     assert config["layer_types"] == ["sliding_attention", "full_attention"]
     assert config["sliding_window"] == warm_start.WINDOW
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+def test_trained_summaries_raise_the_reward_and_masked_ones_do_not(tmp_path: Path) -> None:
+    """The bounds come from one seed: from 0.42 to 0.77 when trained, to 0.39 when masked."""
+
+    def scores(name: str, *settings: str) -> list[float]:
+        run_path = f"trainer.run_path=compaction/{name}"
+        command = [sys.executable, str(EXAMPLE / "run.py"), "--base", str(tmp_path), run_path]
+        subprocess.run([*command, *settings], check=True, cwd=ROOT)
+        rows = read_jsonl(tmp_path / "compaction" / name / "metrics.jsonl")
+        return [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
+
+    trained = scores("trained")
+    masked = scores("masked", "trainer.algorithm.summary_weight=0", "trainer.max_training_steps=10")
+    assert trained[-1] > trained[0] + 0.2
+    assert masked[-1] < masked[0] + 0.1

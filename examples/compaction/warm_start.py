@@ -23,7 +23,7 @@ BATCH_SIZE = 32
 LEARNING_RATE = 5e-3
 
 # A head that looks up what follows a word must know what came before each word. Where the first
-# layer sees nothing else, this takes 200 steps; with full attention in both layers, 1,400.
+# layer sees nothing else, such a head forms within 300 steps.
 WINDOW = 2  # tokens that the first layer sees
 
 # Rows that are nothing but looking up, between the demonstrations.

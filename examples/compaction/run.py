@@ -1,4 +1,4 @@
-"""Compaction: a tiny agent learns which facts its summaries must keep, all in one folder.
+"""Compaction: a tiny agent learns to finish its summaries, all in one folder.
 
     python examples/compaction/run.py
     python examples/compaction/run.py trainer.algorithm.summary_weight=0      overrides, as in

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.train.metrics.rewards import eval_metrics, pass_at_k, reward_metrics
-from skyrl_fast.train.metrics.rollouts import Reports, batch_metrics, environment_metrics
+from skyrl_fast.train.metrics.rollouts import batch_metrics, environment_metrics
 
 
 def output():
@@ -104,7 +104,7 @@ def test_only_finite_numbers_of_environments_have_a_part_in_means(
 ) -> None:
     odd = [float("nan"), float("inf"), 10**400, [1.0], "2", {"a": 1.0}, 1j, None]
     reported = [{"hits": 1}, {"hits": np.float32(3)}, *({"hits": value} for value in odd)]
-    got = environment_metrics(Reports(None, None, {}, reported))
+    got = environment_metrics(reported)
     assert got == {"environment/hits": 2.0}
     assert caplog.messages == ["environment/hits: expected finite numbers, left out nan"]
 
@@ -133,6 +133,22 @@ def test_metrics_of_empty_responses():
 def test_data_sources_with_the_same_metric_name_share_it(trajectories):
     shared = eval_metrics(trajectories, data_sources=["x/y", "x/y", "x_y"])
     assert shared["eval/x_y/avg_score"] == shared["eval/all/avg_score"]
+
+
+@pytest.mark.spec("metrics.environment")
+def test_an_evaluation_has_the_means_of_named_reward_parts(trajectories):
+    for number, trajectory in enumerate(trajectories):
+        trajectory.env_metrics = {"format": float(number)}
+    trajectories[0].env_metrics["length"] = 4
+    metrics = eval_metrics(trajectories, data_sources=["x", "x", "y"])
+    parts = {name: value for name, value in metrics.items() if "/environment/" in name}
+    assert parts == {
+        "eval/all/environment/format": 1.0,
+        "eval/all/environment/length": 4.0,
+        "eval/x/environment/format": 0.5,
+        "eval/x/environment/length": 4.0,
+        "eval/y/environment/format": 2.0,
+    }
 
 
 def test_eval_metrics(trajectories):

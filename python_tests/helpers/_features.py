@@ -53,6 +53,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "roles of one policy": {"trainer.policy.roles": ["white", "black"]},
     "router replay": {"trainer.policy.moe_enable_routing_replay": True},
     "recorded experts": {f"{ENGINE}.enable_return_routed_experts": True},
+    "moments in main memory": {"trainer.policy.optimizer_config.offload_after_step": True},
     "several ranks": {"trainer.placement.policy_num_gpus_per_node": 2},
     "start from a checkpoint": {"trainer.resume_mode": "from_path"},
     "checkpoint to start from": {"trainer.resume_path": "checkpoint"},

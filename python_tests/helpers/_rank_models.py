@@ -101,9 +101,10 @@ def saved_models(
     checkpoint: Path | None = None,
     experts: bool = False,
     optimizer_name: str = "adamw",
+    offload: bool = False,
 ) -> Saved:
     """Return the models, with weights of a checkpoint if there is one; not yet restored."""
-    config = OptimizerConfig(optimizer=optimizer_name, lr=1e-2)
+    config = OptimizerConfig(optimizer=optimizer_name, lr=1e-2, offload_after_step=offload)
     if checkpoint is None and optimizer_name == "adamw_8bit":
         # Only larger matrices have moments in 8 bits.
         model, value_model = wide_model(), ValueModel(wide_model().base_model)

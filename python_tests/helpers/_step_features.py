@@ -309,6 +309,10 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
             for shape in ("linear", "cosine")
         ],
     },
+    "moments": {
+        "on the device": [NONE],
+        "in main memory": [{f"{OPTIMIZER}.offload_after_step": True}],
+    },
     "sources": {
         "one": [NONE],
         "mixed": [{"data.mixture": {"easy": 0.5, "hard": 0.5}}],

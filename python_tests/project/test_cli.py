@@ -18,15 +18,17 @@ pytest.importorskip("transformers")
 
 import skyrl_fast
 from skyrl_fast import cli
-from skyrl_fast.commands.train import summary
 from skyrl_fast.config import Config
 from skyrl_fast.config.settings import leaves
 from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.failures import RolloutError
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train import supervised
 from skyrl_fast.train.callbacks import CallbackError
 from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
+from skyrl_fast.train.output.summary import summary
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.trajectory_store.writer import StoreError
@@ -141,6 +143,36 @@ def test_missing_evaluation_is_not_shown(rewards: Any, line: str | None) -> None
     assert line is None or line in text
 
 
+@pytest.mark.spec("run.summary")
+def test_python_and_commands_end_with_the_same_summary_once(
+    yaml: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "run_request", lambda *_: outcome())
+    monkeypatch.setattr(supervised, "run_request", lambda *_: outcome())
+    expected = summary(outcome())
+    for command in ("train", "sft"):
+        assert cli.main([command, yaml]) == 0
+        printed = capsys.readouterr()
+        assert printed.out == expected
+        assert "finished" not in printed.err
+    for call in (skyrl_fast.train_agent, skyrl_fast.sft):
+        assert call(yaml).step == 40
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err == expected
+
+
+def test_python_is_told_how_to_resume(
+    yaml: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "run_request", lambda *_: outcome(step=7, signal=15))
+    skyrl_fast.train_agent(yaml)
+    printed = capsys.readouterr().err
+    assert "stopped: 7 of 40 steps" in printed
+    assert "call it again with trainer.resume_mode=latest" in printed
+    assert "--resume" not in printed
+
+
 def test_resume_uses_the_newest_checkpoint(yaml: str) -> None:
     training = FakeTraining(outcome())
     assert run_train(training, yaml, "--resume", "trainer.seed=4") == 0
@@ -223,6 +255,7 @@ REFUSED_WITHOUT_TORCH = (
     ("gateway YAML trainer.sead=3", "did you mean trainer.seed?"),
     ("gateway --model m trainer.sead=3", "did you mean trainer.seed?"),
     ("tinker m trainer.sead=3", "did you mean trainer.seed?"),
+    ("tinker m trainer.epochs=2", "trainer.epochs: has no meaning for skyrl-fast tinker"),
     ("quickstart trainer.sead=3", "did you mean trainer.seed?"),
     ("view .", "no trajectories in trajectories"),
     ("compare .", "expected a run folder, got one without metrics.jsonl"),

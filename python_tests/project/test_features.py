@@ -107,6 +107,18 @@ def test_every_pair_is_refused_by_the_table_or_not_at_all() -> None:
     assert refused > 90
 
 
+def test_an_error_names_settings_that_were_written() -> None:
+    settings = {
+        **BASE,
+        "trainer.fully_async.enabled": True,
+        "generator.inference_engine.enable_sleep_mode": True,
+    }
+    assert _error_of(check_config, settings) == (
+        "generator.inference_engine.enable_sleep_mode: expected null or false with "
+        "trainer.fully_async.enabled=true, as the engine generates during updates, got true"
+    )
+
+
 def test_an_error_names_both_settings_the_reason_and_what_came() -> None:
     settings = {
         **BASE,

@@ -25,7 +25,7 @@ ROUTES = [
     Route("GET", "/health"),
     Route("POST", "/work", check=no_threes),
     Route("POST", "/any", check=keep_body),
-    Route("POST", "/stop", query=b"mode=now"),
+    Route("POST", "/stop", queries=(b"mode=now",)),
 ]
 
 

@@ -19,11 +19,11 @@ pytest.importorskip("transformers")
 
 from skyrl_fast import cli
 from skyrl_fast.commands import compare, init
-from skyrl_fast.commands.train import draw_curve
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train.output import plot
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.metric_table import find_warnings
+from skyrl_fast.train.output.summary import draw_curve
 
 EVAL = "eval/all/avg_score"
 

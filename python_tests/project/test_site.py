@@ -94,6 +94,17 @@ SEARCHES = {
     "reward model server": "guide/troubleshooting.md",
     "multi-gpu": "guide/troubleshooting.md",
     "reset environment": "guide/troubleshooting.md",
+    "system prompt": "guide/troubleshooting.md",
+    "4-bit": "guide/troubleshooting.md",
+    "QLoRA": "guide/troubleshooting.md",
+    "best checkpoint": "guide/troubleshooting.md",
+    "checkpoint size": "guide/troubleshooting.md",
+    "length penalty": "guide/troubleshooting.md",
+    "gradient accumulation": "guide/troubleshooting.md",
+    "torch CPU pip": "guide/installation.md",
+    "torchvision": "guide/installation.md",
+    "IProgress": "guide/troubleshooting.md",
+    "examples wheel": "guide/troubleshooting.md",
 }
 READ_HITS = 3  # pages of an answer that people read
 

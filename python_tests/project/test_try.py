@@ -254,3 +254,129 @@ def test_an_agent_may_ask_for_a_form_of_scripted_answers(
     printed = capsys.readouterr().out
     assert 'answer: {"a": 1}' in printed
     assert "rewards: 0 1; ended by stop" in printed
+
+
+REWARDS = """
+def score(answer, row):
+    return {"reward": float(answer == row["answer"]), "short": 1.0}
+
+def broken(answer, row):
+    return row["nosuch"]
+
+def exact(completions, answer, **columns):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def brief(completions, **columns):
+    return [{"reward": 0.5, "words": len(c.split())} for c in completions]
+
+def raises(completions, **columns):
+    return completions[9]
+
+def other(answer):
+    return 1.0
+
+def needs(completions, nosuch):
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def rewards(config: str) -> list[str]:
+    Path("rewards.py").write_text(REWARDS)
+    return ["try", config, "--answers", "red", "green"]
+
+
+@pytest.mark.spec("try.rewards")
+def test_a_reward_function_is_tried_with_each_answer(
+    rewards: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*rewards, "--reward", "rewards.py:score"]) == 0
+    assert capsys.readouterr().out == (
+        "sample 0\n"
+        "environment: score\n"
+        "prompt: [user] Colour 0?<|end|>\n"
+        "  [assistant]\n"
+        "turn 1\n"
+        "  answer: red\n"
+        "  reward: {'reward': 1.0, 'short': 1.0}\n"
+        "  done: True\n"
+        "rewards: 1; ended by stop\n"
+        "metrics: {'short': 1.0}\n"
+        "\n"
+        "sample 1\n"
+        "environment: score\n"
+        "prompt: [user] Colour 0?<|end|>\n"
+        "  [assistant]\n"
+        "turn 1\n"
+        "  answer: green\n"
+        "  reward: {'reward': 0.0, 'short': 1.0}\n"
+        "  done: True\n"
+        "rewards: 0; ended by stop\n"
+        "metrics: {'short': 1.0}\n"
+    )
+
+
+@pytest.mark.spec("try.rewards")
+def test_reward_functions_are_tried_with_a_group_of_answers(
+    rewards: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    functions = ["--reward-funcs", "rewards.py:exact", "rewards.py:brief"]
+    assert cli.main([*rewards, *functions]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert "answer: red" in first and "rewards: 1.5; ended by stop" in first
+    assert "answer: green" in second and "rewards: 0.5; ended by stop" in second
+    for part in ("'reward_exact': 1.0", "'reward_brief': 0.5", "'reward_brief/words': 1.0"):
+        assert part in first
+
+
+@pytest.mark.spec("try.rewards")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward", "rewards.py:broken"], "step raised KeyError: 'nosuch'"),
+        (["--reward-funcs", "rewards.py:raises"], "raised IndexError: list index out of range"),
+    ],
+)
+def test_a_reward_that_raises_is_named_with_its_line(
+    rewards: list[str],
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert cli.main([*rewards, *options]) == 1
+    assert message in capsys.readouterr().out
+    assert 'rewards.py", line ' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward", "rewards.py:nosuch"], "--reward: 'rewards.py' has no 'nosuch'"),
+        (["--reward", "nosuch.py:f"], "--reward: cannot import 'nosuch.py'"),
+        (["--reward", "rewards.py:other"], "can be called as reward(answer, row)"),
+        (["--reward-funcs", "rewards.py:needs"], "reward_funcs: needs: expected arguments named"),
+        (
+            ["--reward", "rewards.py:score", "--reward-funcs", "rewards.py:exact"],
+            "expected one of env, reward, reward_funcs and agent, got several",
+        ),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_a_usage_error(
+    rewards: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*rewards, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tools_that_only_the_plain_tokenizer_is_sure_to_write_are_said(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    said = "--tokenizer shows what it writes"
+    assert cli.main(["try", config, "--answers", "red"]) == 0
+    assert said not in capsys.readouterr().out
+    row = {"prompt": "Colour?", "answer": "red", "tools": [tool]}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    assert cli.main(["try", config, "--answers", "red"]) == 0
+    assert capsys.readouterr().out.count(said) == 1

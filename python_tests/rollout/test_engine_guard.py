@@ -104,6 +104,25 @@ def test_a_server_is_its_latest_trainers(guard: HttpGuard, app: Recorder) -> Non
     assert [request("b"), request("b", CLAIM_AGAIN), request("b")] == [409, 200, 200]
 
 
+@pytest.mark.spec("update.node-engines")
+def test_only_a_server_that_shares_its_gpus_can_be_put_to_sleep(
+    app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in guard_environment(KEY, [shared], sleeps=True).items():
+        monkeypatch.setenv(name, value)
+    guard = EngineGuard(app)
+
+    def status(path: str) -> int:
+        return ask(guard, "POST", path, headers=HEADERS)
+
+    allowed = ["/sleep?level=1&mode=abort", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+    assert [status(path) for path in allowed] == [200, 200, 200]
+    for path in ("/sleep", "/sleep?level=2&mode=abort", "/wake_up", "/wake_up?tags=all"):
+        assert status(path) == 400
+    assert ask(guard, "POST", allowed[0]) == 401
+    assert [path for _, path, _ in app.passed] == ["/sleep", "/wake_up", "/wake_up"]
+
+
 @pytest.mark.spec("engine.guard")
 def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Path) -> None:
     weights = str(shared / "skyrl_fast-weights-1/weights.safetensors")

@@ -95,3 +95,54 @@ def test_engine_that_starts_ends_with_the_trainer(
         trainer.send_signal(number)
         assert left_over({trainer.pid, *processes}) == []
         assert trainer.wait() == code
+
+
+TRAIN_AND_STOP = """
+import os
+import signal
+import sys
+import time
+
+import skyrl_fast
+
+def reward(answer, row):
+    return float(len(answer))
+
+def loss(inputs):
+    os.killpg(0, signal.SIGTERM)  # as `timeout` does: to the trainer and its engine
+    time.sleep(5)  # the engine has ended when its weights are due
+    return -inputs.logprobs
+
+if __name__ == "__main__":
+    model, run_path = sys.argv[1:]
+    settings = {
+        "trainer.policy.model.path": model,
+        "trainer.run_path": run_path,
+        "trainer.train_batch_size": 2,
+        "trainer.policy_mini_batch_size": 2,
+        "trainer.plot": False,
+        "generator.max_input_length": 64,
+        "generator.sampling_params.max_generate_length": 8,
+    }
+    prompts = [{"prompt": f"question {i}"} for i in range(8)]
+    result = skyrl_fast.train_agent(settings, prompts=prompts, reward=reward, loss=loss)
+    print(result.step, result.signal, result.checkpoint.name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spec("run.engines-of-a-stop")
+def test_a_signal_to_all_processes_ends_a_run_without_another_engine(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_AND_STOP)
+    command = [sys.executable, str(script), str(tiny_model_folder), str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, start_new_session=True
+    )
+    assert ended.stdout == f"1 {int(signal.SIGTERM)} step_000001\n", ended.stderr
+    assert "stopping with a checkpoint" in ended.stderr
+    assert ended.stderr.count("engine: ready after") == 1
+    assert "DEAD" not in ended.stderr

@@ -15,6 +15,7 @@ from skyrl_fast.rollout.engine.protocol import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineStoppedError,
     Generation,
     NoRoomError,
     SamplingParams,
@@ -197,6 +198,23 @@ async def test_sessions_are_distributed_and_stay_on_their_engine() -> None:
 
 
 @pytest.mark.spec("async.server-sessions")
+async def test_no_engine_idles_while_another_has_many_requests() -> None:
+    engines = [OneWeight("a"), OneWeight("b")]
+    pool, _ = await started(*engines)
+    for number in range(40):
+        await ask(pool, f"s{number}")
+    assert [len(engine.sessions) for engine in engines] == [20, 20]
+    first = [*engines[0].sessions]
+    engines[0].hold = asyncio.Event()
+    asked = [asyncio.create_task(ask(pool, session)) for session in first]
+    await asyncio.sleep(0.01)
+    engines[0].hold.set()
+    await asyncio.gather(*asked)
+    moved = [session for session in first if session in engines[1].sessions]
+    assert len(moved) == 4  # the 16 that stay are not more than 2 * 4 + 8
+
+
+@pytest.mark.spec("async.server-sessions")
 async def test_requests_of_a_dead_engine_move_to_another() -> None:
     engines = [OneWeight("a"), OneWeight("b")]
     pool, _ = await started(*engines)
@@ -232,6 +250,37 @@ async def test_dead_engine_restarts_with_the_current_weights() -> None:
     assert engine.starts == 2
     assert pool.faults["engine_restarts"] == 1
     assert pool.activity() == []
+
+
+@pytest.mark.spec("run.engines-of-a-stop")
+async def test_engines_that_end_while_the_run_stops_are_not_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stopping: list[bool] = []
+    one = OneWeight("a")
+    other = OneWeight("b")
+    pool = EnginePool(
+        [one, other],  # type: ignore[list-item]
+        seconds=QUICK,
+        is_stopping=lambda: bool(stopping),
+    )
+    await pool.start()
+    trainer = Trainer()
+    await pool.verify(trainer.make_probe)
+    stopping.append(True)
+    one.alive = False
+    await pool.update(trainer.weights, trainer.make_probe)  # the other one has the weights
+    other.alive = False
+    for work in (
+        pool.update(trainer.weights, trainer.make_probe),
+        pool.repair(trainer.weights, trainer.make_probe),
+        pool.verify(trainer.make_probe),
+    ):
+        with pytest.raises(EngineStoppedError):
+            await asyncio.wait_for(work, 5)
+    assert [one.starts, other.starts] == [1, 1]
+    assert pool.faults["engine_deaths"] == 0
+    assert "DEAD" not in caplog.text
 
 
 @pytest.mark.spec("sync.frozen-parts")

@@ -196,13 +196,22 @@ async def test_each_request_is_answered_by_its_policy(
             await update_engine(engine, probe, trained.named_weights(adapter=True))
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+RUNS = {  # of three tokens each; -1: no adapter
+    "one slot": (1, (0, 0, 0, 0)),
+    "one of three": (3, (1, 1, 1, 1)),
+    "one after the other": (3, (-1, 0, 1, -1)),
+    "in turns": (3, (0, 2, 0, -1)),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_are_multiplied_one_by_one(slots: int, dtype: torch.dtype) -> None:
+def test_adapters_are_multiplied_one_by_one(case: str, dtype: torch.dtype) -> None:
     """The patched operations of a CPU return what vLLM's return, where each token has an adapter.
 
     Tokens without one are left as they are.
     """
+    slots, runs = RUNS[case]
     from vllm.lora.ops import torch_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -221,7 +230,7 @@ def test_adapters_are_multiplied_one_by_one(slots: int, dtype: torch.dtype) -> N
         multiply_by_adapter()
         x, a, b = random(12, 20), random(slots, 1, 6, 20), random(slots, 1, 10, 6)
         lengths = torch.full((4,), 3)
-        of_runs = torch.arange(4) % slots - int(slots > 1)  # -1: none
+        of_runs = torch.tensor(runs)
         tokens = of_runs.repeat_interleave(lengths)
         sequences = (lengths.cumsum(0) - lengths, lengths, of_runs, 4, 3, 12)
         cases = [

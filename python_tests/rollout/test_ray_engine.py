@@ -9,10 +9,12 @@ import httpx
 import pytest
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.engine_server import ServerAccess
 from skyrl_fast.rollout.engine.pool import EnginePool, PoolSeconds
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
-from skyrl_fast.rollout.engine.ray_engine import ActorServer, EngineBundle, RayEngine
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
 from skyrl_fast.rollout.engine.remote import ServerLimits
+from skyrl_fast.rollout.engine.started_engine import StartedServer
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
 CHOICE = {"token_ids": [3], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
@@ -25,39 +27,42 @@ class Engine(RayEngine):
     """Its actors are started and ended by the test: server n has the address http://server-n."""
 
     def __init__(
-        self, *, room: bool = True, comes: bool = True, start_seconds: float = 5.0
+        self,
+        *,
+        room: bool = True,
+        comes: bool = True,
+        start_seconds: float = 5.0,
+        key: str = "a key",
     ) -> None:
         group = SimpleNamespace(bundle_specs=[{"CPU": 1.0}], wait=lambda seconds: room)
         super().__init__(
             7,
             EngineBundle(group, 0),
             lambda: VllmSetup("m"),
+            ServerAccess(key),
             weight_sync=None,
-            trainer="127.0.0.1",
             start_seconds=start_seconds,
             transport=httpx.MockTransport(self.respond),
             limits=ServerLimits(start_poll=0.01),
         )
         self.comes = comes
-        self.requested: list[ActorServer] = []
-        self.killed: list[ActorServer] = []
+        self.requested: list[StartedServer] = []
+        self.killed: list[int] = []
         self.asked: list[str] = []
         self.keys: set[str] = set()
         self.stuck = asyncio.Event()  # set while a completion gets no answer
         self.healthy = True
 
-    def _request_actor(self) -> ActorServer:
+    def _request_server(self) -> StartedServer:
         loop = asyncio.get_running_loop()
-        server = ActorServer(None, loop.create_future(), loop.create_future())
+        number = len(self.requested)
+        server = StartedServer(
+            loop.create_future(), loop.create_future(), lambda: self.killed.append(number)
+        )
         self.requested.append(server)
         if self.comes:
-            server.url.set_result(f"http://server-{len(self.requested)}")
+            server.url.set_result(f"http://server-{number + 1}")
         return server
-
-    def _end(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            self.killed.append(server)
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -94,13 +99,13 @@ async def test_a_request_ends_with_its_server_and_goes_to_the_next_one() -> None
     assert "engine 7 at http://server-1: its server exited with code -9" in pool.activity()[0]
     engine.stuck.clear()
     await asyncio.wait_for(pool.wait_for_fault(), 5)
-    assert engine.killed == engine.requested[:1]
+    assert engine.killed == [0]
     await pool.restart()
     assert (await asyncio.wait_for(waiting, 5)).token_ids == [3]
     assert engine.asked[-1] == "server-2 /v1/completions"
     assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1, "requests_sent_again": 1}
     await pool.close()
-    assert engine.killed == engine.requested
+    assert engine.killed == [0, 1]
 
 
 async def test_an_engine_that_is_given_up_leaves_no_server() -> None:
@@ -114,7 +119,7 @@ async def test_an_engine_that_is_given_up_leaves_no_server() -> None:
             await pool.restart()
     with pytest.raises(EngineDeadError, match="no engine is left"):
         await pool.restart()
-    assert len(engine.requested) == 3 and engine.killed == engine.requested
+    assert len(engine.requested) == 3 and engine.killed == [0, 1, 2]
 
 
 @pytest.mark.spec("async.engine-room")
@@ -154,12 +159,10 @@ def test_a_server_that_does_not_start_says_why(reason: str) -> None:
         asyncio.run(go())
 
 
-async def test_each_engine_has_a_new_key() -> None:
-    keys = set()
-    for engine in (Engine(), Engine()):
+async def test_requests_have_the_key_of_their_server() -> None:
+    for key in ("one", "another"):
+        engine = Engine(key=key)
         await engine.start()
         await ask(engine)
-        assert engine.keys == {f"Bearer {engine.actor_arguments['key']}"}
-        keys |= engine.keys
+        assert engine.keys == {f"Bearer {key}"}
         await engine.close()
-    assert len(keys) == 2

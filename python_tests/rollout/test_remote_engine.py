@@ -266,6 +266,35 @@ async def load_zeros(engine: RemoteEngine) -> None:
         await engine.load_weights(call)
 
 
+@pytest.mark.spec("update.node-engines")
+def test_a_server_that_sleeps_wakes_up_for_new_weights() -> None:
+    async def work(engine: RemoteEngine) -> None:
+        await engine.sleep()
+        await engine.sleep()  # once is enough
+        await load_zeros(engine)
+        await load_zeros(engine)
+
+    awake = Server()
+    with_engine(awake, work)
+    loads = [("load_weights_file", ""), ("reset_prefix_cache", "")]
+    assert [describe_call(*call) for call in awake.asked] == [*loads, *loads]
+    server = Server()
+    with_engine(server, work, sleeps=True)
+    assert [describe_call(*call) for call in server.asked] == [
+        ("sleep", "level=1 mode=abort"),
+        ("wake_up", "tags=weights"),
+        *loads,
+        ("wake_up", "tags=kv_cache"),
+        *loads,
+    ]
+
+
+def describe_call(path: str, body: dict[str, Any]) -> tuple[str, str]:
+    if path == "/collective_rpc":
+        return body["method"], ""
+    return path.removeprefix("/"), " ".join(f"{name}={value}" for name, value in body.items())
+
+
 @pytest.mark.spec("async.server-weights")
 @pytest.mark.parametrize("weight_sync", ["file", "reload"])
 def test_weights_are_transferred_through_a_shared_folder(weight_sync: str) -> None:
@@ -667,7 +696,7 @@ async def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
         (["external_proxy_url=x"], "requests are sent directly to"),
         (
             ["run_engines_locally=false", "external_server_urls=['http://a:1']", "num_engines=2"],
-            "num_engines: expected 1 with .*, as the servers are those of .*, got 2",
+            "num_engines: expected null or 1 with .*, as the servers are those of .*, got 2",
         ),
     ],
 )

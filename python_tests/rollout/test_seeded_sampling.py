@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_fast.rollout.engine.vllm_patches.normalized_logprobs import (
+    log_softmax,
+    normalize_logprobs,
+)
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import (
     BLOCK,
     Numbers,
@@ -47,6 +51,32 @@ def test_frequencies_are_the_probabilities() -> None:
     spread = (rows * shares * (1 - shares)).sqrt().clamp(min=1e-9)
     assert counts[2] == 0
     assert ((counts - rows * shares).abs() / spread)[shares > 0].max() < 5
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_of_a_large_vocabulary_are_exact(mode: str) -> None:
+    """torch's log_softmax in float32 adds many unlikely words to a likely one, each rounded."""
+    words = 151_936
+    logits = torch.zeros(2, words)
+    logits[:, 0] = 12.0
+    exact = logits.double().log_softmax(-1)
+    assert (logits.log_softmax(-1) - exact).abs().max() > 1e-4
+    sampler = SimpleNamespace(compute_logprobs=None)
+    draw = SimpleNamespace(forward=None, logprobs_mode="processed_logprobs")
+    if mode == "raw_logprobs":
+        assert normalize_logprobs(sampler)
+        got = sampler.compute_logprobs(logits)
+    else:
+        assert sample_by_inversion(SimpleNamespace(topk_topp_sampler=draw))
+        _, got = draw.forward(logits, generators(1, 2), None, None)
+    assert got.dtype == torch.float32
+    assert abs(got - exact).max() < 2e-6  # a rounding of values up to 12
+
+
+def test_excluded_words_keep_no_probability() -> None:
+    logits = torch.tensor([[1.0, EXCLUDED, 1.0]], dtype=torch.bfloat16)
+    half = float(np.log(0.5))
+    torch.testing.assert_close(log_softmax(logits), torch.tensor([[half, EXCLUDED, half]]))
 
 
 @pytest.mark.parametrize("words", [1, 2, 1000, 151_936])

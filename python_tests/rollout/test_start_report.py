@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,8 +13,11 @@ import pytest
 import skyrl_fast
 from skyrl_fast.config import Config, as_config
 from skyrl_fast.rollout.engine.from_settings import describe_start
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import find_silent_servers
 from skyrl_fast.rollout.engine.start_report import MAX_LINE, REPORT_SECONDS, report_start
+from skyrl_fast.rollout.engine.vllm_engine import LOG_TAIL_LINES, Vllm, VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.train import SetupError
 from skyrl_fast.train.flow.vllm_rollouts import check_parsers_and_servers
 
@@ -91,6 +95,57 @@ def test_a_start_that_fails_is_not_ready() -> None:
     with pytest.raises(ValueError, match="no weights"), report_start("starts", None, lines.append):
         raise ValueError("no weights")
     assert lines == ["engine: starts"]
+
+
+@pytest.mark.spec("run.engine-start")
+async def test_the_error_of_a_start_that_fails_ends_with_the_last_lines_of_the_log(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "engine.log"
+
+    def start(setup: VllmSetup) -> Vllm:
+        lines = [f"line {number}\n" for number in range(2 * LOG_TAIL_LINES)]
+        log.write_text("".join(lines))  # as its processes do
+        raise RuntimeError("Engine core initialization failed")
+
+    engine = VllmEngine(VllmSetup("models/m", log_file=str(log)), start=start)
+    with pytest.raises(EngineDeadError) as caught:
+        await engine.start()
+    first, second, *quoted = str(caught.value).splitlines()
+    assert first == (
+        "the vLLM engine for models/m did not start: RuntimeError: Engine core initialization "
+        "failed"
+    )
+    assert second == f"last lines of {log}:"
+    assert quoted == [f"line {n}" for n in range(LOG_TAIL_LINES, 2 * LOG_TAIL_LINES)]
+
+
+@pytest.mark.spec("run.engine-start")
+async def test_so_does_that_of_workers_that_fail_once_it_runs(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("the worker's reason\n")
+
+    async def fail(name: str) -> None:
+        raise RuntimeError("a worker died")
+
+    llm = SimpleNamespace(
+        vllm_config=None,
+        model_config=SimpleNamespace(get_vocab_size=lambda: 8),
+        collective_rpc=fail,
+        errored=True,
+        shutdown=lambda seconds: None,
+    )
+
+    def start(setup: VllmSetup) -> Vllm:
+        refusals = (TypeError,)
+        return Vllm(llm, dict, dict, None, refusals, RuntimeError)
+
+    engine = VllmEngine(VllmSetup("models/m", log_file=str(log)), start=start)
+    with pytest.raises(
+        EngineDeadError, match="did not start: RuntimeError: a worker died"
+    ) as caught:
+        await engine.start()
+    assert str(caught.value).endswith(f"last lines of {log}:\nthe worker's reason")
 
 
 def config(**engine: object) -> Config:

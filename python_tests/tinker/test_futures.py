@@ -10,6 +10,7 @@ from skyrl_fast.tinker.futures import (
     KEPT_SECONDS,
     SAMPLING,
     TRAINING,
+    AcceptedCalls,
     CallAnswer,
     Futures,
     GoneError,
@@ -117,6 +118,28 @@ async def test_answers_are_dropped_after_their_time() -> None:
     now = ABANDONED_SECONDS + 1
     futures.drop_old()
     assert len(futures) == len(open_ones)
+
+
+@pytest.mark.spec("tinker.answers")
+async def test_calls_of_dropped_answers_are_forgotten() -> None:
+    """A model that is trained for days does not hold all its answers."""
+    now = 0.0
+    futures = Futures("epoch", lambda: now)
+    calls = OrderedCalls(futures)
+    accepted = AcceptedCalls()
+    log = Log()
+    for number in range(1, 301):
+        trained = calls.submit(number, b"same", log.call(number))
+        assert await futures.fetch(trained.request_id, 10) is not None
+        accepted.add(number, trained)
+        now += KEPT_SECONDS / 10
+        futures.drop_old()
+        assert len(accepted) <= 12 and len(futures) <= 12
+    assert accepted.find(300, b"same") is trained
+    assert accepted.find(1, b"same") is None
+    with pytest.raises(RefusedCallError, match="seq_id: expected 301 or more, got 1"):
+        calls.submit(1, b"same", log.call(1))
+    assert log.ran == list(range(1, 301))
 
 
 @pytest.mark.spec("tinker.restart")

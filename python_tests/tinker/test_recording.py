@@ -9,6 +9,7 @@ from _tinker import KEY, call_of, make_datum, new_model, running_server, train
 from skyrl_fast.cli import main
 from skyrl_fast.tinker.recording import DatumRecorder
 from skyrl_fast.tinker.wire import Datum, LossOutputs
+from skyrl_fast.trajectory_store.parts import parts, read_index_file
 from skyrl_fast.trajectory_store.reader import read_trajectories
 
 RUN = "abc:train:0"
@@ -93,6 +94,69 @@ def test_a_full_disk_costs_the_record_and_not_the_run(
     recorder.close()
     warnings = [one for one in caplog.messages if "are not recorded" in one]
     assert len(warnings) == 1
+
+
+def record_steps(recorder: DatumRecorder, steps: range) -> None:
+    datum = rl_datum([1, 2, 3], 1, 1.0)
+    for step in steps:
+        recorder.add(RUN, call_of([datum], "ppo"), LossOutputs([np.zeros(2, np.float32)]))
+        recorder.step(RUN, step)
+    recorder.close()
+
+
+@pytest.mark.spec("tinker.record-size")
+def test_a_full_record_keeps_its_newest_steps(
+    tiny_model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / RUN / "trajectories"
+    record_steps(DatumRecorder(tmp_path, str(tiny_model_folder)), range(1, 4))
+    of_a_step = (folder / "step_000001.jsonl").stat().st_size
+    limit = 20 * of_a_step + of_a_step // 2
+    # Started again, with three steps of before.
+    record_steps(DatumRecorder(tmp_path, str(tiny_model_folder), max_bytes=limit), range(4, 101))
+    sizes = {part.step: part.path.stat().st_size for part in parts(folder)}
+    assert sum(sizes.values()) <= limit
+    assert list(sizes) == list(range(101 - len(sizes), 101)) and len(sizes) >= 18
+    assert set(read_index_file(folder)) == {part.path.name for part in parts(folder)}
+    index_lines = (folder / "index.jsonl").read_text().splitlines()
+    assert len(index_lines) <= 21
+    assert {one.entry.step for one in read_trajectories(tmp_path / RUN)} == set(sizes)
+    assert len([one for one in caplog.messages if "oldest steps are removed" in one]) == 1
+
+
+def test_a_step_larger_than_the_record_is_kept_alone(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    record_steps(DatumRecorder(tmp_path, str(tiny_model_folder), max_bytes=100), range(1, 4))
+    assert [part.step for part in parts(tmp_path / RUN / "trajectories")] == [3]
+
+
+def test_gradients_without_a_step_are_bounded(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """A program that never steps does not fill the memory: the newest datums are recorded."""
+    recorder = DatumRecorder(tmp_path, str(tiny_model_folder), max_bytes=1_000)
+    datum = rl_datum([1, 2, 3], 1, 1.0)
+    outputs = LossOutputs([np.zeros(2, np.float32)])
+    of_a_datum = sum(one.nbytes for one in (datum.tokens, *datum.inputs.values())) + 8
+    for _ in range(1_000):
+        recorder.add(RUN, call_of([datum], "ppo"), outputs)
+    recorder.step(RUN, 1)
+    recorder.close()
+    stored = [path.read_text() for path in (tmp_path / RUN / "trajectories").glob("step_*")]
+    assert len(stored[0].splitlines()) == 1_000 // of_a_datum
+
+
+def test_a_step_of_equal_rewards_is_recorded_without_a_warning(
+    tiny_model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = DatumRecorder(tmp_path, str(tiny_model_folder))
+    datum = rl_datum([65, 66, 67], 2, 0.0)
+    recorder.add(RUN, call_of([datum], "ppo"), LossOutputs([np.zeros(2, np.float32)]))
+    recorder.step(RUN, 1)
+    recorder.close()
+    [stored] = read_trajectories(tmp_path / RUN)
+    assert stored.steps[0].advantages.tolist() == [0.0, 0.0]
+    assert stored.steps[0].loss_mask.all()
+    assert not caplog.messages
 
 
 def test_a_server_records_each_step(

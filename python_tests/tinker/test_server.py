@@ -22,7 +22,7 @@ from _tinker import (
 )
 
 from skyrl_fast.tinker import app
-from skyrl_fast.tinker.service import read_step_numbers
+from skyrl_fast.tinker.training_calls import read_step_numbers
 
 tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
 types = pytest.importorskip("tinker.types")
@@ -376,7 +376,7 @@ def test_an_unloaded_model_says_what_to_do(
 ) -> None:
     model = new_model(client, tiny_model_folder)
     train(model, 1, 1, 2)
-    server.run(server.service.unload_model({"model_id": model.model_id}))
+    server.run(server.service.models.unload_model({"model_id": model.model_id}))
     with pytest.raises(tinker.RequestFailedError, match="create_training_client_from_state"):
         model.optim_step(types.AdamParams()).result()
 

@@ -228,6 +228,7 @@ def test_the_command_prints_a_row_for_each_target(
     scores = [float(line.split()[1]) for line in (base, better)]
     assert float(better.split()[-2]) == pytest.approx(scores[1] - scores[0], abs=1e-4)
     assert "4 prompts; errors are standard errors over prompts" in printed.out
+    assert "pass@k: one of k samples has a reward above 0, " in printed.out
     assert "model: 4 prompts, 2 trajectories of each" in printed.err
     assert Started.started[0].config.trainer.seed == 3
     assert (folder / "run" / "evaluations" / "1" / "evaluation.json").is_file()

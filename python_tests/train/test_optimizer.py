@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.train.checkpoint.local import CheckpointError
+from skyrl_fast.train.checkpoint.optimizer_shards import SHARDED
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks
+from skyrl_fast.train.parallel.sharding import local_tensor
 
 SHAPES = {"matrix": (64, 256), "odd": (67, 64), "bias": (64,)}  # the first has moments in 8 bits
 FILE = "optimizer.safetensors"
@@ -137,6 +139,80 @@ def test_a_loaded_state_continues_bit_by_bit(tmp_path: Path) -> None:
         folder.mkdir()
         one.save(folder)
     assert (folders[0] / FILE).read_bytes() == (folders[1] / FILE).read_bytes()
+
+
+def moments_on_device(optimizer: Optimizer) -> set[int]:
+    """Return how many bytes the moments take there."""
+    states = optimizer.adamw.state.values()
+    return {local_tensor(s[key]).untyped_storage().nbytes() for s in states for key in SHARDED}
+
+
+@pytest.mark.spec("update.offload")
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_moments_that_leave_after_a_step_change_no_bit(name: str, tmp_path: Path) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao.optim")
+    stays = OptimizerConfig(optimizer=name, lr=1e-2)
+    leaves = replace(stays, offload_after_step=True)
+    one, weights = make(stays)
+    other, others = make(leaves)
+    for optimizer, named in ((one, weights), (other, others)):
+        named["bias"].requires_grad_(False)  # whose first gradient comes later
+        steps(optimizer, named, 0, 1)
+        named["bias"].requires_grad_(True)
+        steps(optimizer, named, 2)
+    if name == "adamw":
+        assert moments_on_device(other) == {0} != moments_on_device(one)
+    folders = {"stays": one, "leaves": other}
+    for folder, optimizer in folders.items():
+        (tmp_path / folder).mkdir()
+        optimizer.save(tmp_path / folder)
+    files = [(tmp_path / folder / FILE).read_bytes() for folder in folders]
+    assert files[0] == files[1]
+    resumed, third = make(leaves)
+    with torch.no_grad():
+        for key, value in others.items():
+            third[key].copy_(value)
+    resumed.load(tmp_path / "leaves")
+    steps(resumed, third, 3)
+    steps(other, others, 3)
+    steps(one, weights, 3)
+    assert all(torch.equal(value, weights[key]) for key, value in others.items())
+    assert all(torch.equal(value, weights[key]) for key, value in third.items())
+
+
+@pytest.mark.spec("update.offload")
+def test_the_bytes_that_move_are_counted() -> None:
+    optimizer, named = make(OptimizerConfig(offload_after_step=True))
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    moments = 2 * sum(value.nbytes for value in named.values())
+    assert optimizer.step()["policy/offloaded_bytes"] == moments
+    still, named = make(OptimizerConfig())
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    assert "policy/offloaded_bytes" not in still.step()
+
+
+@pytest.mark.spec("update.offload")
+def test_ranks_save_moments_that_have_left(tmp_path: Path) -> None:
+    values = []
+    for offload in (False, True):
+        folder = tmp_path / f"offload-{offload}"
+        folder.mkdir()
+        made = partial(saved_models, offload=offload)
+        with start_ranks(2, made, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+            models = made(ranks)
+            models.step(0)
+            models.save(folder)
+            ranks.files.start(folder)
+            ranks.files.wait()
+        models = saved_models(SINGLE_RANK, checkpoint=folder, offload=not offload)
+        models.restore(folder)
+        models.step(1)
+        values.append(dict(models.policy.named_weights()))
+    first, second = values
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def test_moments_of_a_parameter_without_dimensions_are_loaded(tmp_path: Path) -> None:

@@ -24,17 +24,22 @@ def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
 @pytest.mark.parametrize(
     ("ranks", "parallel", "num_gpus", "expected"),
     [
-        (1, 1, 1, EnginePlacement((0,), (0,), True, "ipc")),
-        (1, 1, 2, EnginePlacement((1,), (), False, "nccl")),
-        (1, 2, 4, EnginePlacement((2, 3), (), False, "nccl")),
-        (2, 1, 4, EnginePlacement((3,), (), False, "file")),
-        (4, 1, 4, EnginePlacement((0,), (0,), True, "file")),
-        (2, 2, 4, EnginePlacement((2, 3), (), False, "file")),
-        (3, 2, 4, EnginePlacement((0, 1), (0, 1), True, "file")),
-        (1, 2, 2, EnginePlacement((0, 1), (0,), True, "ipc")),
+        (1, 1, 1, EnginePlacement(((0,),), (0,), True, "ipc")),
+        (1, 1, 2, EnginePlacement(((1,),), (), False, "nccl")),
+        (1, 1, 8, EnginePlacement(((7,),), (), False, "nccl")),
+        (1, 2, 4, EnginePlacement(((2, 3),), (), False, "nccl")),
+        (2, 1, 4, EnginePlacement(((2,), (3,)), (), False, "file")),
+        (6, 1, 8, EnginePlacement(((6,), (7,)), (), False, "file")),
+        (3, 1, 4, EnginePlacement(((3,),), (), False, "file")),
+        (2, 1, 2, EnginePlacement(((0,), (1,)), (0, 1), True, "file")),
+        (4, 2, 4, EnginePlacement(((0, 1), (2, 3)), (0, 1, 2, 3), True, "file")),
+        (2, 2, 4, EnginePlacement(((2, 3),), (), False, "file")),
+        (3, 2, 4, EnginePlacement(((0, 1),), (0, 1), True, "file")),
+        (1, 2, 2, EnginePlacement(((0, 1),), (0,), True, "ipc")),
     ],
 )
-def test_the_last_gpus_if_the_trainer_leaves_enough(
+@pytest.mark.spec("memory.engine-gpus")
+def test_an_engine_for_each_rank_on_spare_gpus_or_on_its_own(
     ranks: int, parallel: int, num_gpus: int, expected: EnginePlacement
 ) -> None:
     assert engine_placement(config_of(ranks, parallel=parallel), num_gpus) == expected
@@ -42,11 +47,17 @@ def test_the_last_gpus_if_the_trainer_leaves_enough(
 
 def test_settings_take_precedence() -> None:
     shared = engine_placement(config_of(2, gpu_ids=[1]), 4)
-    assert shared == EnginePlacement((1,), (1,), True, "file")
+    assert shared == EnginePlacement(((1,),), (1,), True, "file")
+    several = engine_placement(config_of(2, gpu_ids=[3, 1, 2, 0], parallel=2), 4)
+    assert several == EnginePlacement(((3, 1), (2, 0)), (1, 0), True, "file")
+    one = engine_placement(config_of(4, num_engines=1), 4)
+    assert one == EnginePlacement(((0,),), (0,), True, "file")
+    two = engine_placement(config_of(1, num_engines=2), 4)
+    assert two == EnginePlacement(((2,), (3,)), (), False, "file")
     never = engine_placement(config_of(1, enable_sleep_mode=False), 1)
-    assert never == EnginePlacement((0,), (0,), False, "ipc")
+    assert never == EnginePlacement(((0,),), (0,), False, "ipc")
     by_file = engine_placement(config_of(1, weight_sync_backend="file"), 1)
-    assert by_file == EnginePlacement((0,), (0,), True, "file")
+    assert by_file == EnginePlacement(((0,),), (0,), True, "file")
     asynchronous = config_of(1)
     asynchronous.trainer.fully_async.enabled = True
     assert not engine_placement(asynchronous, 1).sleeps
@@ -64,7 +75,16 @@ def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:
     assert engine_placement(config_of(1, weight_sync_backend="nccl"), 2).weight_sync == "nccl"
     assert engine_placement(config_of(2, weight_sync_backend="gloo"), 2).weight_sync == "gloo"
     replicas = config_of(1, engine_init_kwargs={"data_parallel_size": 2})
-    assert engine_placement(replicas, 3) == EnginePlacement((1, 2), (), False, "file")
+    assert engine_placement(replicas, 3) == EnginePlacement(((1, 2),), (), False, "file")
+
+
+def test_what_only_an_engine_in_the_trainers_process_does_takes_one() -> None:
+    policies = config_of(4)
+    policies.trainer.policy.model.lora.rank = 4
+    policies.trainer.policy.model.lora.policies = ["solver", "judge"]
+    assert engine_placement(policies, 4).engines == ((0,),)
+    with pytest.raises(ConfigError, match=r"2 engines are processes of their own, .* got ipc"):
+        engine_placement(config_of(1, num_engines=2, weight_sync_backend="ipc"), 2)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +92,14 @@ def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:
     [
         ({"gpu_ids": [2]}, r"gpu_ids: expected 0 to 1, got \[2\]"),
         ({"gpu_ids": [-1]}, r"gpu_ids: expected 0 to 1, got \[-1\]"),
-        ({"gpu_ids": [0, 1]}, r"gpu_ids: expected 1 different ones, got \[0, 1\]"),
-        ({"gpu_ids": [0, 0], "parallel": 2}, r"expected 2 different ones, got \[0, 0\]"),
+        (
+            {"gpu_ids": [0, 1], "num_engines": 1},
+            r"gpu_ids: expected 1 different ones, got \[0, 1\]",
+        ),
+        ({"gpu_ids": [0], "num_engines": 2}, r"gpu_ids: expected 2 different ones, got \[0\]"),
+        ({"gpu_ids": [0], "parallel": 2}, r"expected a multiple of 2 different ones, got \[0\]"),
+        ({"gpu_ids": [0, 0], "parallel": 2}, r"2 different ones, got \[0, 0\]"),
+        ({"num_engines": 3}, r"num_engines: expected at most 2, as 2 GPUs are found .* got 3"),
         ({"enable_sleep_mode": True}, r"shares no GPU with the trainer \(gpu_ids: \[1\]\)"),
     ],
 )

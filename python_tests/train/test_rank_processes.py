@@ -146,7 +146,8 @@ def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
         "from skyrl_fast.config.loading import load_config\n"
         "import skyrl_fast\n"
         "config = load_config(None, sys.argv[1:])\n"
-        "skyrl_fast.train_agent(config, reward=lambda answer, row: 0.0)\n"
+        "if __name__:  # which no process is told apart by, so that it is not found at once\n"
+        "    skyrl_fast.train_agent(config, reward=lambda answer, row: 0.0)\n"
     )
     options = [
         f"data.train_data=[{folder}/train.jsonl]",

@@ -11,14 +11,14 @@ from helpers._fakes import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_fast.cli import main
-from skyrl_fast.commands.train import summary
 from skyrl_fast.config import GeneratorConfig, SamplingParams
 from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of
 from skyrl_fast.train.data.prompts import prompts_from
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.summary import summary
 from skyrl_fast.train.setup.errors import SetupError
-from skyrl_fast.train.supervised import sft
+from skyrl_fast.train.supervised import sft, sft_by_settings
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -92,21 +92,21 @@ def test_template_arguments_of_a_row(
     given: dict[str, Any] = {"tools": TOOLS, "chat_template_kwargs": {"style": "short"}}
     given = {name: json.dumps(v) for name, v in given.items()} if as_text else given
 
-    def made(config: Any, *, prompts: Any, make_rollouts: Any, **_: Any) -> Any:
+    def made(config: Any, _: Any, request: Any) -> Any:
         async def go() -> Any:
-            rollouts = await make_rollouts(config, tiny_tokenizer, "")
-            tasks = prompts_from(prompts, default_env_class="e")
+            rollouts = await request.make_rollouts(config, tiny_tokenizer, "")
+            tasks = prompts_from(request.prompts, default_env_class="e")
             return await rollouts.generate(tasks, step=0, phase="train")
 
         return asyncio.run(go())
 
-    monkeypatch.setattr("skyrl_fast.train.supervised.train_agent", made)
+    monkeypatch.setattr("skyrl_fast.train.supervised.run_request", made)
     kwargs = {"style": "long", "tools": TOOLS * 2}
     options = {"chat_template": template, "chat_template_kwargs": kwargs, "max_input_length": 64}
     config = {"trainer.policy.model.path": "m"}
     config |= {f"generator.{name}": value for name, value in options.items()}
     rows: Any = [{"messages": CHAT[:2], **given}, CHAT[:2]]
-    trajectories: Any = sft(config, demonstrations=rows)
+    trajectories: Any = sft_by_settings(config, demonstrations=rows)
     texts = [tiny_tokenizer.decode(list(t.steps[0].prompt_token_ids)) for t in trajectories]
     end = " user:ab<|im_end|>assistant:"
     assert texts == [f"(look)short{end}", f"(look)(look)long{end}"]

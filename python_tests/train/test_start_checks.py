@@ -15,12 +15,12 @@ import skyrl_fast
 from skyrl_fast import cli
 from skyrl_fast.commands import engine
 from skyrl_fast.commands.command import UsageError
-from skyrl_fast.config import Config, ConfigError, EnvironmentConfig
+from skyrl_fast.config import Config, ConfigError, EnvironmentConfig, as_config
 from skyrl_fast.config.model_folder import ModelHub, model_folder
 from skyrl_fast.rollout.env.factory import check_env_classes
-from skyrl_fast.train.run import RunParts, RunRequest, run_request
+from skyrl_fast.train.run import RunParts, RunRequest, limits_text, run_request
 from skyrl_fast.train.setup.errors import SetupError
-from skyrl_fast.train.setup.given_objects import GivenObjects
+from skyrl_fast.train.setup.given_objects import GivenObjects, has_one_turn
 from skyrl_fast.train.setup.run_data import run_data
 
 __all__ = ["folder"]  # a fixture
@@ -64,6 +64,54 @@ def test_environments_and_lengths(folder: Path, overrides: list[str], message: s
     with pytest.raises(SetupError) as caught:
         run_without_models(settings(folder, "run", *chosen))
     assert message in str(caught.value)
+
+
+@pytest.mark.spec("run.unread-settings")
+def test_settings_without_effect_are_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(
+        folder,
+        "run",
+        "trainer.algorithm.kl_loss_coef=0.5",
+        "trainer.fully_async.max_staleness_steps=2",
+        "environment.env_class=nope:Env",
+    )
+    with pytest.raises(SetupError), caplog.at_level(logging.WARNING):
+        run_without_models(config)
+    (warning,) = [text for text in caplog.messages if "settings without effect" in text]
+    assert "trainer.algorithm.kl_loss_coef=0.5 has no effect without " in warning
+    assert (
+        "trainer.fully_async.max_staleness_steps=2 has no effect without "
+        "trainer.fully_async.enabled=true"
+    ) in warning
+
+
+def test_the_limits_of_a_trajectory_name_turns_only_where_it_may_have_several() -> None:
+    several = {"generator.max_turns": 5}
+    one = {"generator.max_turns": 1}
+    lengths = ", prompts of 512 tokens (generator.max_input_length), answers of 1024 "
+    for given, expected in (
+        ({}, "at most 64 turns (generator.max_turns)"),
+        (several, "at most 5 turns (generator.max_turns)"),
+        (one, "one turn (generator.max_turns)"),
+    ):
+        assert limits_text(as_config(given)).startswith(f"a trajectory has {expected}{lengths}")
+    assert limits_text(Config(), one_turn=True).startswith(f"a trajectory has one turn{lengths}")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"reward": lambda answer, row: 1.0}, True),
+        ({"reward_funcs": [lambda completions: [1.0]]}, True),
+        ({"env": lambda row: None}, False),
+        ({}, False),
+    ],
+)
+def test_reward_functions_have_one_turn(given: dict[str, Any], expected: bool) -> None:
+    make_env = GivenObjects("train_agent", **given).write_into(Config())
+    assert has_one_turn(make_env) is expected
 
 
 # Settings with a mistake, and what the message must say. HERE is the folder of `mistakes`.

@@ -116,6 +116,27 @@ def test_signal_in_training_ends_an_engine_that_is_restarting() -> None:
         older.kill()
 
 
+def test_a_signal_is_known_before_the_loop_handles_it() -> None:
+    signals = StopSignals()
+    known: list[bool] = []
+
+    async def work() -> None:
+        received: list[int] = []
+        signals.handle_by(received.append)
+        known.append(signals.is_stopping())
+        os.kill(os.getpid(), signal.SIGTERM)
+        known.append(signals.is_stopping())
+        assert received == []  # not before this coroutine waits
+        await asyncio.sleep(0)
+
+    with signals.install():
+        signals.run(work())
+    assert known == [False, True]
+    other = StopSignals()
+    other.forward(signal.SIGTERM)
+    assert other.is_stopping()
+
+
 def test_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

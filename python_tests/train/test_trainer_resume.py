@@ -27,6 +27,7 @@ from _training import folder as folder  # a fixture
 import skyrl_fast
 from skyrl_fast.config import Config, to_dict
 from skyrl_fast.config.loading import as_config
+from skyrl_fast.rollout.engine.protocol import EngineStoppedError
 from skyrl_fast.train.checkpoint.local import RunInUseError, checkpoints
 from skyrl_fast.train.checkpoint.resumed_settings import (
     find_changed_settings,
@@ -92,6 +93,33 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_resumes(
     assert recorder.rollouts[0].closed
     resumed = train(settings(folder, "run", "trainer.resume_mode=latest"))
     assert (resumed.step, resumed.signal) == (6, None)
+    assert steady(resumed.metrics) == steady(expected.metrics)
+
+
+@pytest.mark.spec("run.engines-of-a-stop")
+def test_a_signal_that_ends_the_engine_too_stops_with_a_checkpoint_and_the_run_resumes(
+    folder: Path,
+) -> None:
+    expected = train(settings(folder, "expected"))
+
+    class Ends(FakeRollouts):
+        """Ends with the trainer's signal, which comes while the trainer computes."""
+
+        async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
+            if version == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.1)
+                raise EngineStoppedError("the engines have ended with the run")
+            return await super().update_weights(policy, version=version)
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Ends(config, tiny_model(seed=1))
+
+    outcome = train(settings(folder, "run"), make)
+    assert (outcome.step, outcome.signal) == (3, signal.SIGTERM)
+    assert outcome.checkpoint is not None and outcome.checkpoint.name == "step_000003"
+    resumed = train(settings(folder, "run", "trainer.resume_mode=latest"))
+    assert resumed.step == 6
     assert steady(resumed.metrics) == steady(expected.metrics)
 
 

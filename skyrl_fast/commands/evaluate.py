@@ -110,6 +110,8 @@ def _next_folder(parent: Path) -> Path:
 
 def _table(results: Sequence[Evaluation]) -> str:
     """Return a row for each target: scores of all and of each source, and differences."""
+    from skyrl_fast.train.metrics.rewards import PASS_THRESHOLD
+
     first = results[0]
     shown = _shown_metrics(first)
     header = ["model", "score", "error", *shown.values()]
@@ -126,7 +128,11 @@ def _table(results: Sequence[Evaluation]) -> str:
             row += _estimate(result.difference(first), "+")
         rows.append(row + [""] * (len(header) - len(row)))
     lines = _aligned(rows)
-    return "\n".join([*lines, note]) + "\n"
+    pass_note = (
+        f"pass@k: one of k samples has a reward above {PASS_THRESHOLD:g}, "
+        "also one below that of a right answer"
+    )
+    return "\n".join([*lines, note, pass_note]) + "\n"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -18,14 +18,18 @@ from skyrl_fast.commands.command import (
 UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 DEFAULT_MEMORY = "79GiB"  # what torch reports of an "80 GB" A100 or H100
 DOES_NOT_FIT = 1  # exit code
-
+NO_GPU = (
+    "planning: this machine has no GPU, so it is for a run in its main memory; "
+    f"--device-memory {DEFAULT_MEMORY} plans for a GPU\n"
+)
 
 HELP = "show whether a run fits into the memory of its GPUs"
 DESCRIPTION = (
     "Add up the memory of a run, per GPU, from its settings and its models' config.json; needs "
-    "neither GPU nor weights. With trainer.device=cpu: the main memory of a run on the processor. "
-    "Where it does not fit, name settings with which it would: for all weights, by LoRA, with "
-    "shorter rows. Exit code 1: it does not fit."
+    "neither GPU nor weights. With trainer.device=cpu, and on a machine without a GPU where none "
+    "is described: the main memory of a run on the processor. Where it does not fit, name settings "
+    "with which it would: for all weights, by LoRA, with shorter rows. Exit code 1: it does not "
+    "fit."
 )
 
 
@@ -34,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory",
         type=num_bytes,
-        help=f"memory of each GPU, or main memory, such as 80GiB; default: this machine's, else "
-        f"{DEFAULT_MEMORY}",
+        help="memory of each GPU, or with trainer.device=cpu main memory, such as 80GiB; default: "
+        f"this machine's; of GPUs that it does not have {DEFAULT_MEMORY}",
     )
     parser.add_argument(
         "--num-gpus",
@@ -64,7 +68,7 @@ def num_bytes(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    config = load_settings(options.config, options.overrides)
+    config = load_settings(options.config, options.overrides, has_prompts=True)
     from skyrl_fast.config.files import check_local_model
 
     check_local_model(config)
@@ -74,6 +78,11 @@ def run(options: argparse.Namespace) -> int:
         from skyrl_fast.ops._backend import main_memory
         from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
     with as_usage_error(ValueError):
+        describes_gpus = options.device_memory is not None or options.num_gpus is not None
+        wants_gpus = describes_gpus or config.trainer.placement.num_ranks > 1
+        if config.trainer.device == "auto" and not wants_gpus and not torch.cuda.device_count():
+            config.trainer.device = "cpu"
+            sys.stderr.write(NO_GPU)
         found = main_memory() if config.trainer.device == "cpu" else gpu_memory(config)
         capacity = options.device_memory or found or num_bytes(DEFAULT_MEMORY)
         num_gpus = options.num_gpus or torch.cuda.device_count() or None

@@ -15,5 +15,5 @@ DESCRIPTION = "Supervised fine-tuning: data.train_data are chats whose assistant
 def run(options: argparse.Namespace) -> int:
     config = load_run_settings(options)
     with needs_extra("train"):
-        from skyrl_fast.train.supervised import sft
-    return run_with(sft, config)
+        from skyrl_fast.train.supervised import sft_by_settings
+    return run_with(sft_by_settings, config)

@@ -97,22 +97,20 @@ def make_config(model: str, overrides: list[str]) -> Config:
     """Return the trainer's settings for the server.
 
     Raises:
-        ValueError: a setting is unknown or out of range.
+        ValueError: a setting is unknown, out of range, or has no meaning here.
     """
     from skyrl_fast.config.loading import as_config, check_config, read_yaml
+    from skyrl_fast.tinker.settings import check_settings
 
     lora = "trainer.policy.model.lora"
-    defaults = [
+    always = [
         as_override("trainer.policy.model.path", model),
-        f"{lora}.rank=1",  # each program chooses its own
+        f"{lora}.rank=1",  # so that there are adapters; each program chooses its own rank
         f"{lora}.alpha={ALPHA}",
     ]
-    values = read_yaml(None, [*defaults, *overrides, "generator.sampling_params.temperature=1.0"])
-    config = as_config(values)
+    config = as_config(read_yaml(None, [*always, *overrides]))
+    check_settings(config, as_config(read_yaml(None, always)))
     check_config(config, has_prompts=True)
-    for name in ("policies", "path"):
-        if value := getattr(config.trainer.policy.model.lora, name):
-            raise ValueError(f"{lora}.{name}: expected none, as programs choose, got {value}")
     return config
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from shlex import quote
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from skyrl_fast.commands.command import (
@@ -19,12 +18,10 @@ from skyrl_fast.commands.command import (
 
 if TYPE_CHECKING:
     from skyrl_fast.config import Config
-    from skyrl_fast.train.run import TrainResult
+    from skyrl_fast.train.output.result import TrainResult
 
 HELP = "train an agent"
 DESCRIPTION = "Train with the settings of a YAML file and overrides."
-_BARS = "▁▂▃▄▅▆▇█"
-_MAX_BARS = 40
 LOG_FORM = "%(asctime)s %(name)s: %(message)s"
 
 
@@ -43,12 +40,12 @@ def run(
 
     Args:
         options: parsed arguments.
-        train: in place of `train_agent`.
+        train: in place of `train_by_settings`.
     """
     config = load_run_settings(options)
     with needs_extra("train"):
-        from skyrl_fast.train.run import train_agent
-    return run_with(train or train_agent, config)
+        from skyrl_fast.train.run import train_by_settings
+    return run_with(train or train_by_settings, config)
 
 
 def load_run_settings(options: argparse.Namespace) -> Config:
@@ -71,49 +68,10 @@ def load_run_settings(options: argparse.Namespace) -> Config:
 
 def run_with(train: Callable[[Config], TrainResult], config: Config) -> int:
     """Train by a function and print the summary; return as `run` does."""
+    from skyrl_fast.train.output.summary import summary
+
     result = train(config)
     sys.stdout.write(summary(result))
     if result.signal is None:
         return 0
     return SIGNAL_EXIT + result.signal
-
-
-def summary(result: TrainResult) -> str:
-    """Return the summary of a run: rewards before and after, files, one trajectory."""
-    done = f"{result.step} of {result.total_steps} steps"
-    lines = ["", f"{'finished' if result.signal is None else 'stopped'}: {done}"]
-    rewards = []
-    for when, reward in (("before", result.before), ("after", result.after)):
-        if reward is not None:
-            rewards.append(f"{reward:.3f} {when}")
-    if rewards:
-        curve = draw_curve(list(result.evaluations.values()))
-        lines.append(f"evaluation reward: {', '.join(rewards)}  {curve}".rstrip())
-    for name, path in (
-        ("learning curve", result.plot),
-        ("metrics", result.metrics),
-        ("trajectories", result.trajectories),
-        ("checkpoint", result.checkpoint),
-    ):
-        if path is not None and path.exists():
-            lines.append(f"{name + ':':16}{path}")
-    if result.trajectories.is_dir():
-        lines.append(f"{'view it:':16}skyrl-fast view {quote(str(result.run_path))}")
-    lines += [f"{'look at:':16}{warning}" for warning in result.warnings]
-    if result.warnings:
-        lines.append(f"{'':16}what they mean: the page Metrics of the documentation")
-    if result.sample:
-        lines += ["", "one trajectory:", result.sample]
-    if result.signal is not None:
-        lines += ["", "run the same command with --resume to continue"]
-    return "\n".join(lines) + "\n"
-
-
-def draw_curve(values: Sequence[float]) -> str:
-    """Return values as a line of bars; "" for fewer than two, or where stdout has no such sign."""
-    if len(values) < 2 or "utf" not in (sys.stdout.encoding or "").lower():
-        return ""
-    least = min(values)
-    most = max(values)
-    scale = (len(_BARS) - 1) / ((most - least) or 1)
-    return "".join(_BARS[round((value - least) * scale)] for value in values[-_MAX_BARS:])

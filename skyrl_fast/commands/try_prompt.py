@@ -8,7 +8,7 @@ import faulthandler
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from os.path import expanduser
@@ -29,6 +29,7 @@ from skyrl_fast.system.printable import printable
 
 if TYPE_CHECKING:
     from skyrl_fast.config import Config
+    from skyrl_fast.rollout.env.handler import MakeEnv
     from skyrl_fast.rollout.env.observed_env import ObservedEnv, ObservedStep
     from skyrl_fast.rollout.policy_calls import PolicyCalls
     from skyrl_fast.rollout.trajectory import Trajectory
@@ -59,6 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON list, or one answer per line; section.key=value is an override here, too",
     )
     parser.add_argument(
+        "--reward",
+        metavar="MODULE:FUNCTION",
+        help="reward function in place of the environment, as reward= of train_agent: "
+        "module:function or file.py:function; each answer is a trajectory",
+    )
+    parser.add_argument(
+        "--reward-funcs",
+        nargs="+",
+        metavar="MODULE:FUNCTION",
+        help="the same for reward_funcs= of train_agent, with weight 1 each",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         help="seconds for each call of the environment; default: "
@@ -87,11 +100,13 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("train"):
         from skyrl_fast.train.algorithm.batch_warnings import unread_rewards
     with as_usage_error(ValueError, OSError, ImportError):
+        given_env = _load_rewards(config, options)
+        prompt = _prompt(config, options.prompt, given_env)
         if options.engine:
             play = _run_sampled
         else:
             play = partial(_run_scripted, options=options)
-        attempt = run_coroutine(play(config, _prompt(config, options.prompt)))
+        attempt = run_coroutine(play(config, prompt, given_env))
     sys.stdout.write(_attempt_text(attempt))
     unread = unread_rewards(config, attempt.trajectories)
     if unread is not None:
@@ -164,19 +179,51 @@ def _limit_attempts(config: Config, options: argparse.Namespace) -> Config:
     return replace(config, environment=environment, generator=generator)
 
 
-def _prompt(config: Config, number: int) -> Prompt:
+def _load_rewards(config: Config, options: argparse.Namespace) -> MakeEnv | None:
+    """Return a factory of environments of the reward functions; None: the run's environment.
+
+    Raises:
+        SetupError: a function cannot be called as it will be, or both options are given.
+        ValueError: a function cannot be imported.
+    """
+    from skyrl_fast.system.importing import load_setting_function
+    from skyrl_fast.train.setup.given_objects import GivenObjects
+
+    functions = []
+    for name in options.reward_funcs or ():
+        functions.append(load_setting_function("--reward-funcs", name))
+    given = GivenObjects(
+        "skyrl-fast try",
+        reward=load_setting_function("--reward", options.reward),
+        reward_funcs=functions or None,
+    )
+    return given.write_into(config)
+
+
+def _prompt(config: Config, number: int, given_env: MakeEnv | None) -> Prompt:
+    from skyrl_fast.rollout.env.reward_functions import RewardFunctions
     from skyrl_fast.train.data.prompts import load_prompts
+    from skyrl_fast.train.setup.run_data import text_marked
 
     env_class = config.environment.env_class
     prompts = load_prompts(config.data.train_data, default_env_class=env_class)
     if not 0 <= number < len(prompts):
         raise ValueError(f"--prompt: expected a row from 0 to {len(prompts) - 1}, got {number}")
-    return prompts[number]
+    prompt = prompts[number]
+    if isinstance(given_env, RewardFunctions):
+        (prompt,) = text_marked([prompt])
+        given_env.check_arguments([prompt.env_extras])
+    if given_env is not None:
+        prompt = replace(prompt, env_class=env_class)
+    return prompt
 
 
-async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Namespace) -> _Attempt:
+async def _run_scripted(
+    config: Config, prompt: Prompt, given_env: MakeEnv | None, *, options: argparse.Namespace
+) -> _Attempt:
     from skyrl_fast.rollout.engine.weights.gate import WeightGate
     from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
+    from skyrl_fast.rollout.env.reward_functions import GroupRewards, RewardFunctions
     from skyrl_fast.rollout.groups import environment_runner, run_groups
     from skyrl_fast.rollout.loop_settings import loop_settings
     from skyrl_fast.rollout.policy_calls import PolicyCalls
@@ -186,7 +233,11 @@ async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Nam
         tokenizer = _tokenizer(config)
     else:
         tokenizer = PlainTokenizer()
-    model = ScriptedModel(_answers(options.answers), tokenizer)
+    answers = _answers(options.answers)
+    if given_env is not None:  # a task of one turn
+        samples = max(options.samples, len(answers))
+        config = replace(config, generator=replace(config.generator, n_samples_per_prompt=samples))
+    model = ScriptedModel(answers, tokenizer, one_each=given_env is not None)
     calls = PolicyCalls(
         model,
         WeightGate(),
@@ -199,11 +250,16 @@ async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Nam
         trajectories = await _run_agent(config, calls, prompt)
         return _Attempt(prompt, tokenizer, trajectories, observed=[])
     observed: list[list[ObservedStep]] = []
-    factory = EnvFactory(config.environment, make_env=_make_observed(config, prompt, observed))
+    make_env = _make_observed(config, prompt, observed, given_env)
+    factory = EnvFactory(config.environment, make_env=make_env)
+    on_group = None
+    if isinstance(given_env, RewardFunctions):
+        on_group = GroupRewards(factory)
     watching = asyncio.create_task(_watch(config.environment.timeout_seconds + GRACE_SECONDS))
     try:
-        check_env_classes([prompt.env_class], config.environment)  # which `make_env` replaces
-        runner = environment_runner(calls, factory, loop_settings(config))
+        if given_env is None:
+            check_env_classes([prompt.env_class], config.environment)  # which `make_env` replaces
+        runner = environment_runner(calls, factory, loop_settings(config), on_group=on_group)
         trajectories = await run_groups(runner, [prompt], phase="train", policy_version=0)
     finally:
         await factory.close()
@@ -227,7 +283,7 @@ async def _run_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -> list
         await agent.close()
 
 
-async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
+async def _run_sampled(config: Config, prompt: Prompt, given_env: MakeEnv | None) -> _Attempt:
     from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
@@ -239,7 +295,7 @@ async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
         tokenizer,
         str(model_folder(str(config.trainer.policy.model.path))),
         prompts=[prompt],
-        make_env=_make_observed(config, prompt, observed),
+        make_env=_make_observed(config, prompt, observed, given_env),
         say=say,
     )
     try:
@@ -256,16 +312,31 @@ def _tokenizer(config: Config) -> Any:
 
 
 def _make_observed(
-    config: Config, prompt: Prompt, observed: list[list[ObservedStep]]
-) -> Callable[[dict[str, Any]], ObservedEnv]:
-    """Return a factory of the prompt's environment; each one adds a list of its steps."""
+    config: Config,
+    prompt: Prompt,
+    observed: list[list[ObservedStep]],
+    given_env: MakeEnv | None,
+) -> MakeEnv:
+    """Return a factory of the prompt's environment; each one adds a list of its steps.
+
+    Args:
+        given_env: that of reward functions, whose rewards come after the last step of a group, so
+            that there is nothing to observe in one; None: the prompt's `env_class`.
+    """
     from skyrl_fast.rollout.env.factory import gym_settings
     from skyrl_fast.rollout.env.handler import create_env
     from skyrl_fast.rollout.env.observed_env import ObservedEnv
+    from skyrl_fast.rollout.env.reward_functions import RewardFunctions
+
+    if isinstance(given_env, RewardFunctions):
+        return given_env
 
     def make(extras: dict[str, Any]) -> ObservedEnv:
         observed.append([])
-        env = create_env(prompt.env_class, gym_settings(config.environment.skyrl_gym), extras)
+        if given_env is None:
+            env = create_env(prompt.env_class, gym_settings(config.environment.skyrl_gym), extras)
+        else:
+            env = given_env(extras)
         return ObservedEnv(env, observed[-1])
 
     return make
@@ -287,9 +358,6 @@ async def _watch(seconds: float) -> None:
 
 def _attempt_text(attempt: _Attempt) -> str:
     """Return the trajectories as text for a terminal: cut if long, control characters escaped."""
-    from skyrl_fast.rollout.scripted import PlainTokenizer
-    from skyrl_fast.rollout.stop_reason import LENGTH
-
     blocks = []
     for number, trajectory in enumerate(attempt.trajectories):
         if number < len(attempt.observed):
@@ -306,14 +374,31 @@ def _attempt_text(attempt: _Attempt) -> str:
         if not observed:  # an agent makes no observation
             for turn, call in enumerate(trajectory.steps):
                 lines += [f"call {turn + 1}", *_entry("answer", call.text)]
-        lines += _end_lines(trajectory)
-        if trajectory.stop_reason == LENGTH and isinstance(attempt.tokenizer, PlainTokenizer):
-            lines.append(
-                "tokens are those of a plain tokenizer, shorter than a model's: --tokenizer uses "
-                "the model's own"
-            )
+        lines += [*_end_lines(trajectory), *_plain_lines(attempt, trajectory)]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
+
+
+def _plain_lines(attempt: _Attempt, trajectory: Trajectory) -> list[str]:
+    """Return what a plain tokenizer does otherwise than the model's, where it matters."""
+    from skyrl_fast.rollout.scripted import PlainTokenizer
+    from skyrl_fast.rollout.stop_reason import LENGTH
+
+    tokenizer = attempt.tokenizer
+    if not isinstance(tokenizer, PlainTokenizer):
+        return []
+    lines = []
+    if trajectory.stop_reason == LENGTH:
+        lines.append(
+            "tokens are those of a plain tokenizer, shorter than a model's: --tokenizer uses "
+            "the model's own"
+        )
+    if any(tokenizer.shows_tools(step.prompt_token_ids) for step in trajectory.steps):
+        lines.append(
+            "the tools are in the prompt of a plain tokenizer, and the model's chat template may "
+            "leave them out: --tokenizer shows what it writes"
+        )
+    return lines
 
 
 def _prompt_lines(attempt: _Attempt, trajectory: Trajectory) -> list[str]:

@@ -25,9 +25,11 @@ class InferenceEngineConfig:
         "addresses of `vllm serve`, over which requests are distributed; none: the run starts its "
         "own engines",
     )
-    num_engines: int = setting(
-        1,
-        "engines that the run starts; several need trainer.placement.colocate_all=false",
+    num_engines: int | None = setting(
+        None,
+        "engines that the run starts. null: one for each GPU of the trainer's, or for each "
+        "tensor_parallel_size of them: on GPUs that no rank uses, as far as there are any, else on "
+        "the trainer's; one without a GPU, with several policies, or on a cluster",
         at_least=1,
     )
     tensor_parallel_size: int = setting(
@@ -69,9 +71,9 @@ class InferenceEngineConfig:
     )
     gpu_ids: list[int] | None = setting(
         None,
-        "GPUs of the engine, as torch numbers them; null: the last ones, if there are more than "
-        "trainer.placement.policy_num_gpus_per_node, else the first ones, shared with the "
-        "trainer; of a server: the first ones",
+        "GPUs of the engines, as torch numbers them, one engine's after another's; null: the last "
+        "ones, if there are more than trainer.placement.policy_num_gpus_per_node, else the first "
+        "ones, shared with the trainer; of a server: the first ones",
     )
     max_num_seqs: int = setting(256, "maximum sequences generated concurrently", at_least=1)
     max_num_batched_tokens: int = setting(8192, "maximum tokens of one engine step", at_least=1)

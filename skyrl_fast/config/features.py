@@ -92,7 +92,7 @@ def _missing_text(config: Config, feature: Feature, need: Need) -> str:
         alternatives = ""
     return (
         f"{wanted.setting}: expected {wanted.on}{alternatives} with "
-        f"{_assignment(config, feature.setting)}, as {need.reason}, got "
+        f"{assignment(config, feature.setting)}, as {need.reason}, got "
         f"{_shown_value(config, wanted.setting)}"
     )
 
@@ -103,12 +103,12 @@ def _refusal_text(config: Config, feature: Feature, other: Feature, reason: str)
     else:
         off = feature.off
     return (
-        f"{feature.setting}: expected {off} with {_assignment(config, other.setting)}, as "
+        f"{feature.setting}: expected {off} with {assignment(config, other.setting)}, as "
         f"{reason}, got {_shown_value(config, feature.setting)}"
     )
 
 
-def _assignment(config: Config, key: str) -> str:
+def assignment(config: Config, key: str) -> str:
     return f"{key}={_shown_value(config, key)}"
 
 
@@ -549,6 +549,13 @@ _MODELS = (
         is_on=lambda config: _engine(config, "enable_return_routed_experts"),
     ),
     Feature(
+        name="moments in main memory",
+        setting="trainer.policy.optimizer_config.offload_after_step",
+        on="true",
+        off="null or false",
+        is_on=lambda config: bool(config.trainer.policy.optimizer_config.offload_after_step),
+    ),
+    Feature(
         name="several ranks",
         setting="trainer.placement.policy_num_gpus_per_node",
         on="more than 1, or several nodes",
@@ -575,9 +582,9 @@ _MODELS = (
 _ENGINES = (
     Feature(
         name="asynchronous training",
-        setting="trainer.fully_async.max_staleness_steps",
-        on="more than 0, with trainer.fully_async.enabled=true",
-        off="0",
+        setting="trainer.fully_async.enabled",
+        on="true, with trainer.fully_async.max_staleness_steps above 0",
+        off="false",
         is_on=lambda config: config.max_staleness > 0,
     ),
     Feature(
@@ -598,12 +605,13 @@ _ENGINES = (
         name="several engines",
         setting=f"{ENGINE}.num_engines",
         on="more than 1",
-        off="1",
-        is_on=lambda config: _engine(config, "num_engines") > 1,
-        needs=(
-            Need(("engines on a cluster",), "an engine in the trainer's process is the only one"),
-        ),
-        excludes={"engines on servers": "the servers are those of external_server_urls"},
+        off="null or 1",
+        is_on=lambda config: config.num_engines > 1,
+        excludes={
+            "engines on servers": "the servers are those of external_server_urls",
+            "several policies": "only an engine in the trainer's process has several adapters",
+            "weights by CUDA IPC": "several engines are processes of their own, which read files",
+        },
     ),
     Feature(
         name="sleeping engine",

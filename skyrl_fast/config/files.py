@@ -9,6 +9,7 @@ from pathlib import Path
 from skyrl_fast.config.model_folder import find_local_model
 from skyrl_fast.config.settings import Config
 from skyrl_fast.setting import ConfigError
+from skyrl_fast.system.location import described_path
 
 PLAIN_TEMPLATE_NAME = "plain"  # value of generator.chat_template
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")  # of files of rows; other names may be on the hub
@@ -19,7 +20,7 @@ def check_data_files(setting: str, paths: Sequence[str]) -> None:
     for path in paths:
         file = Path(expanduser(path))  # unlike Path's, no error for an unknown user
         if file.suffix in DATA_SUFFIXES and not file.is_file():
-            raise ConfigError(f"{setting}: data file not found: {path}")
+            raise ConfigError(f"{setting}: data file not found: {described_path(path)}")
 
 
 def check_local_model(config: Config) -> None:
@@ -46,8 +47,9 @@ def check_chat_template(config: Config) -> None:
     """Raise ConfigError for a chat template that is neither a text nor a file."""
     given = config.generator.chat_template
     file = chat_template_file(given)
-    if file is None or file.is_file():
+    if given is None or file is None or file.is_file():
         return
     raise ConfigError(
-        f"generator.chat_template: expected plain, the text of a template, or its file, got {given}"
+        f"generator.chat_template: expected plain, the text of a template, or its file, got "
+        f"{described_path(given)}"
     )

@@ -10,6 +10,8 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.system.location import described_path
+
 POLICY = "trainer.policy.model.path"
 HUB_SECONDS = 10.0  # for the hub to answer at all
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -99,7 +101,7 @@ def find_local_model(path: str, *, setting: str = POLICY) -> Path | None:
     if "://" in path:
         raise ValueError(f"{setting}: expected a folder or a name on the hub, got the URL {path}")
     if "/" not in path or path.startswith((".", "/", "~")):
-        raise ValueError(f"{setting}: model folder not found: {path}")
+        raise ValueError(f"{setting}: model folder not found: {described_path(path)}")
     return None
 
 
@@ -142,9 +144,9 @@ def _download(hub: ModelHub, name: str, setting: str, with_weights: bool) -> Pat
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{setting}: {name} is no folder, is not in the cache of the Hugging Face hub, and "
-            f"cannot be downloaded ({type(error).__name__}: {reason}): check the name, the network "
-            "and HF_TOKEN, or give the folder of a model"
+            f"{setting}: {name} is no folder (in {Path.cwd()}), is not in the cache of the Hugging "
+            f"Face hub, and cannot be downloaded ({type(error).__name__}: {reason}): check the "
+            "name, the network and HF_TOKEN, or give the folder of a model"
         ) from error
 
 

@@ -19,6 +19,7 @@ from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.config.settings import Config, leaves, to_dict
 from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
 from skyrl_fast.setting import ConfigError, EnvironmentValue
+from skyrl_fast.system.location import described_path
 from skyrl_fast.system.printable import shorten
 
 YAML = (".yaml", ".yml")  # endings of an override that is a file
@@ -117,7 +118,7 @@ def _sections(path: str | Path) -> Any:
     if Path(path).is_dir():
         raise ConfigError(f"expected a YAML file, got the folder {path}")
     if not Path(path).is_file():
-        raise ConfigError(f"config file not found: {path}")
+        raise ConfigError(f"config file not found: {described_path(path)}")
     text = Path(path).read_text(encoding="utf-8")
     loaded = OmegaConf.load(io.StringIO(text))
     if not OmegaConf.is_dict(loaded):

@@ -140,6 +140,11 @@ class OptimizerConfig:
     scheduler: str = setting(
         "constant_with_warmup", "learning-rate schedule after the warm-up", choices=SCHEDULERS
     )
+    offload_after_step: bool | None = setting(
+        None,
+        "whether the moments are in main memory between optimizer steps; null: on a GPU, where the "
+        "run would not fit otherwise",
+    )
 
 
 @dataclass(slots=True)
@@ -354,8 +359,8 @@ class PlacementConfig:
     )
     colocate_all: bool = setting(
         True,
-        "whether the engine runs in the process of rank 0, on GPUs that no rank uses or else on "
-        "its GPU; false: engines are on GPUs of their own, of any node of a Ray cluster",
+        "whether engines run on the machine of rank 0, on GPUs that no rank uses or else on the "
+        "trainer's; false: engines are on GPUs of their own, of any node of a Ray cluster",
     )
 
     @property
@@ -633,6 +638,11 @@ class Config:
         if not self.trainer.placement.colocate_all:
             return EnginePlace.CLUSTER
         return EnginePlace.HERE_ASLEEP if engine.enable_sleep_mode else EnginePlace.HERE_AWAKE
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that the run starts; where the setting is null, 1 until GPUs are found."""
+        return self.generator.inference_engine.num_engines or 1
 
     @property
     def engine_weights(self) -> EngineWeights:

@@ -49,8 +49,6 @@ SKYRL_ONLY = {
     f"settings of {_LORA}, others have none; remove it",
     f"{_MODELS}.model.lora": f"the reference has no adapter: {_LORA} is the policy's; remove it",
     f"{_MODELS}.model.fake_int4_qat": "weights are trained in float32; remove it",
-    f"{_MODELS}.optimizer_config.offload_after_step": "weights and moments stay on the GPU; "
-    "`skyrl-fast plan` says whether they fit; remove it",
     f"{_MODELS}.fsdp_config.mixed_precision": "weights are float32, the forward pass is in "
     "trainer.policy.dtype",
     f"{_MODELS}.fsdp_config": "FSDP2 shards each layer over all ranks; "

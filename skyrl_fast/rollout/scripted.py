@@ -13,11 +13,16 @@ from skyrl_fast.rollout.engine.protocol import Generation
 
 
 class ScriptedModel:
-    """A `Sampler` whose turn i is `answers[i]`; later turns repeat the last answer."""
+    """A `Sampler` whose turn i is `answers[i]`; later turns repeat the last answer.
 
-    def __init__(self, answers: Sequence[str], tokenizer: Any) -> None:
+    Args:
+        one_each: the answers are those of sessions, of one turn each, not of turns.
+    """
+
+    def __init__(self, answers: Sequence[str], tokenizer: Any, *, one_each: bool = False) -> None:
         self._answers = list(answers)
         self._tokenizer = tokenizer
+        self._one_each = one_each
         self._turns: Counter[str] = Counter()  # turns played in each session
 
     async def generate(
@@ -32,21 +37,26 @@ class ScriptedModel:
 
         Log-probabilities are 0.
         """
-        turn = self._turns[session_id]
+        if self._one_each:
+            number = len(self._turns)
+        else:
+            number = self._turns[session_id]
         self._turns[session_id] += 1
-        text, stop_string = _cut_at_stop(
-            self._answers[min(turn, len(self._answers) - 1)], sampling.stop or ()
-        )
+        answer = self._answers[min(number, len(self._answers) - 1)]
+        text, stop_string = _cut_at_stop(answer, sampling.stop or ())
         token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         if stop_string is None:
             token_ids.append(self._tokenizer.eos_token_id)
         cut = token_ids[: sampling.max_generate_length]
-        truncated = len(cut) < len(token_ids)
+        stop_reason = "stop"
+        if len(cut) < len(token_ids):
+            stop_reason = "length"
+            stop_string = None
         return Generation(
             cut,
             [0.0] * len(cut),
-            "length" if truncated else "stop",
-            None if truncated else stop_string,
+            stop_reason,
+            stop_string,
         )
 
 
@@ -67,6 +77,7 @@ class PlainTokenizer:
     eos_token = "<|end|>"
     eos_token_id = 0
     all_special_tokens = (eos_token,)
+    _TOOLS = "tools"  # role of their block, the first one
     _TOKENS = re.compile(r"<\|end\|>|\w{1,4}|\s+|.", re.DOTALL)
 
     def __init__(self) -> None:
@@ -84,7 +95,7 @@ class PlainTokenizer:
         if not tools:
             blocks = []
         else:
-            blocks = [_block("tools", json.dumps(tools, ensure_ascii=False))]
+            blocks = [_block(self._TOOLS, json.dumps(tools, ensure_ascii=False))]
         for message in messages:
             calls = message.get("tool_calls")
             content = message.get("content") or ""
@@ -92,12 +103,16 @@ class PlainTokenizer:
                 text = content
             else:
                 text = json.dumps(content, ensure_ascii=False)
-            blocks.append(
-                _block(
-                    message["role"], text + (json.dumps(calls, ensure_ascii=False) if calls else "")
-                )
-            )
-        return "".join(blocks) + ("[assistant] " if add_generation_prompt else "")
+            if calls:
+                text += json.dumps(calls, ensure_ascii=False)
+            blocks.append(_block(message["role"], text))
+        if add_generation_prompt:
+            blocks.append("[assistant] ")
+        return "".join(blocks)
+
+    def shows_tools(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether a prompt begins with tools, which this chat template always writes."""
+        return self.decode(prompt_token_ids).startswith(f"[{self._TOOLS}] ")
 
     def get_vocab(self) -> dict[str, int]:
         return dict(self._ids)

@@ -37,14 +37,14 @@ class Route:
     """Requests that may pass: one method and path.
 
     Args:
-        query: the only query string that may pass.
+        queries: the query strings that may pass.
         check: returns the body to pass on, given the body that was sent; raises RefusedError. None:
             the request has no body.
     """
 
     method: str
     path: str
-    query: bytes = b""
+    queries: tuple[bytes, ...] = (b"",)
     check: Callable[[bytes], bytes] | None = None
 
 
@@ -140,7 +140,7 @@ class HttpGuard:
             if scope["path"] in self._paths:
                 raise RefusedError(405, "no such method here")
             raise RefusedError(404, "no such path")
-        if scope["query_string"] != route.query:
+        if scope["query_string"] not in route.queries:
             raise RefusedError(400, "unexpected query string")
         return route
 

@@ -66,17 +66,17 @@ class TinkerApp:
         immediate: dict[str, Callable[[dict[str, Any]], Any]] = {
             "create_session": self._create_session,
             "session_heartbeat": service.heartbeat,
-            "create_sampling_session": service.create_sampling_session,
-            "get_info": service.get_info,
-            "weights_info": service.weights_info,
+            "create_sampling_session": service.sampling.create_sampling_session,
+            "get_info": service.models.get_info,
+            "weights_info": service.checkpoints.weights_info,
         }
         later: dict[str, Callable[[dict[str, Any]], CallFuture]] = {
-            "create_model": service.create_model,
-            "load_weights": service.load_weights,
-            "optim_step": service.optim_step,
-            "save_weights": service.save_weights,
-            "save_weights_for_sampler": service.save_weights_for_sampler,
-            "asample": service.sample,
+            "create_model": service.models.create_model,
+            "load_weights": service.models.load_weights,
+            "optim_step": service.training.optim_step,
+            "save_weights": service.training.save_weights,
+            "save_weights_for_sampler": service.training.save_weights_for_sampler,
+            "asample": service.sampling.sample,
         }
         routes = [self._post(path, self._immediate(handle)) for path, handle in immediate.items()]
         routes += [self._post(path, self._later(handle)) for path, handle in later.items()]
@@ -185,10 +185,10 @@ class TinkerApp:
 
     async def _forward_backward(self, request: Request) -> Response:
         content = await read_body(request)
-        return self._accept(lambda: self._service.forward_backward(content))
+        return self._accept(lambda: self._service.training.forward_backward(content))
 
     async def _unload_model(self, request: Request) -> Response:
-        answer = await self._service.unload_model(await _json(request))
+        answer = await self._service.models.unload_model(await _json(request))
         future = self._service.futures.new(TRAINING)
         self._service.futures.finish(future, CallAnswer.of_json(answer))
         return JSONResponse(future.accepted())
@@ -205,7 +205,7 @@ class TinkerApp:
         return Response(answer.content, media_type=answer.media_type)
 
     async def _cancel(self, request: Request) -> Response:
-        self._service.cancel(str((await _json(request)).get("request_id")))
+        self._service.sampling.cancel(str((await _json(request)).get("request_id")))
         return JSONResponse({})
 
     async def _finish(self, request: Request) -> Response:
@@ -213,17 +213,19 @@ class TinkerApp:
         return JSONResponse({})
 
     async def _checkpoints(self, request: Request) -> Response:
-        return JSONResponse(self._service.list_checkpoints(request.path_params.get("run")))
+        return JSONResponse(
+            self._service.checkpoints.list_checkpoints(request.path_params.get("run"))
+        )
 
     async def _training_run(self, request: Request) -> Response:
-        return JSONResponse(self._service.training_run(request.path_params["run"]))
+        return JSONResponse(self._service.checkpoints.training_run(request.path_params["run"]))
 
     async def _sampler(self, request: Request) -> Response:
-        return JSONResponse(self._service.get_sampler(request.path_params["sampler"]))
+        return JSONResponse(self._service.sampling.get_sampler(request.path_params["sampler"]))
 
     async def _delete(self, request: Request) -> Response:
         names = request.path_params
-        self._service.delete_checkpoint(names["run"], names["kind"], names["name"])
+        self._service.checkpoints.delete_checkpoint(names["run"], names["kind"], names["name"])
         return JSONResponse({})
 
 

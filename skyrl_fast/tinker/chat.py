@@ -145,11 +145,11 @@ class ChatDoor:
 
     async def _answer(self, parsed: ParsedCall) -> Answer:
         call = parsed.call
-        snapshot = self._service.find_snapshot(call.model)
+        snapshot = self._service.sampling.find_snapshot(call.model)
         _check_served(call)
         prompt = await asyncio.to_thread(self._prompt, call)
         wanted = _sample_call(call, _parameters(parsed), prompt, self._service)
-        samples = await self._service.sample_from(wanted, snapshot)
+        samples = await self._service.sampling.sample_from(wanted, snapshot)
         return Answer(
             id=uuid.uuid4().hex,
             created=int(time.time()),
@@ -192,12 +192,12 @@ class ChatDoor:
 
     async def _count(self, request: Request, dialect: AnthropicMessages) -> Response:
         call = dialect.count_call(await read_body(request), RequestBodies())
-        self._service.find_snapshot(call.model)
+        self._service.sampling.find_snapshot(call.model)
         prompt = await asyncio.to_thread(self._prompt, call)
         return JsonAnswer({"input_tokens": len(prompt)})
 
     async def _models(self, request: Request, dialect: Dialect) -> Response:
-        names = self._service.model_names()
+        names = self._service.sampling.model_names()
         return JsonAnswer({"object": "list", "data": [model_entry(name) for name in names]})
 
 

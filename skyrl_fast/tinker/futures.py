@@ -8,9 +8,10 @@ A number that arrives again is the same call: it runs once.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ class CallFuture:
         request_id: its name, which says whether it trains or samples.
         digest: of the call's content, as a repeated call must be the same one.
         finished_at, fetched_at: by the clock of the futures; None: not yet.
+        is_dropped: whether its answer is not kept any more.
     """
 
     request_id: str
@@ -68,6 +70,7 @@ class CallFuture:
     answer: CallAnswer | None = None
     finished_at: float | None = None
     fetched_at: float | None = None
+    is_dropped: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -138,6 +141,8 @@ class Futures:
             since = future.fetched_at if future.fetched_at is not None else future.finished_at
             if now - since > (KEPT_SECONDS if is_fetched else ABANDONED_SECONDS):
                 del self._futures[name]
+                future.answer = None
+                future.is_dropped = True
 
     def drop(self, futures: list[CallFuture], why: str) -> None:
         """Fail futures that are still open."""
@@ -152,6 +157,44 @@ RESTARTED = (
     "create_training_client_from_state_with_optimizer"
 )
 
+
+class AcceptedCalls:
+    """The futures of calls by the numbers of a client, as long as their answers are kept."""
+
+    def __init__(self) -> None:
+        self._futures: dict[int, CallFuture] = {}
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __iter__(self) -> Iterator[CallFuture]:
+        return iter(self._futures.values())
+
+    def largest(self) -> int:
+        """Return the largest number, -1 if there is none."""
+        return max(self._futures, default=-1)
+
+    def find(self, number: int, digest: bytes) -> CallFuture | None:
+        """Return the future of a call that has arrived before, None if it has not.
+
+        Raises:
+            RefusedCallError: another call had this number.
+        """
+        future = self._futures.get(number)
+        if future is not None and future.digest != digest:
+            raise RefusedCallError(
+                f"seq_id: {number} was another call; a call that is sent again must be the same"
+            )
+        return future
+
+    def add(self, number: int, future: CallFuture) -> None:
+        """Remember a call, and forget the oldest ones whose answers were dropped."""
+        self._futures[number] = future
+        dropped = itertools.takewhile(lambda item: item[1].is_dropped, self._futures.items())
+        for old, _ in list(dropped):
+            del self._futures[old]
+
+
 Run = Callable[[], Awaitable[CallAnswer]]
 
 
@@ -165,7 +208,7 @@ class OrderedCalls:
     def __init__(self, futures: Futures, *, first: int = 1) -> None:
         self._futures = futures
         self._next = first
-        self._accepted: dict[int, CallFuture] = {}
+        self._accepted = AcceptedCalls()
         self._waiting: dict[int, tuple[CallFuture, Run]] = {}
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -181,18 +224,14 @@ class OrderedCalls:
             RefusedCallError: the number is impossible, or was that of another call.
         """
         if number is None:
-            number = max((self._next - 1, *self._accepted)) + 1
-        if number in self._accepted:
-            known = self._accepted[number]
-            if known.digest != digest:
-                raise RefusedCallError(
-                    f"seq_id: {number} was another call; a call that is sent again must be the same"
-                )
+            number = max(self._next - 1, self._accepted.largest()) + 1
+        known = self._accepted.find(number, digest)
+        if known is not None:
             return known
         if number < self._next:
             raise RefusedCallError(f"seq_id: expected {self._next} or more, got {number}")
         future = self._futures.new(TRAINING, digest)
-        self._accepted[number] = future
+        self._accepted.add(number, future)
         self._waiting[number] = (future, run)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run_waiting())

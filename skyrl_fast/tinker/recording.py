@@ -4,7 +4,7 @@
 
 A datum is a trajectory of one step: its tokens up to the first target with a weight or an advantage
 are the prompt, the targets from there on the response. Datums of one prompt are a group. Rewards
-are not known here, where only advantages arrive.
+are not known here, where only advantages arrive. Of a run, the newest steps are kept.
 
 Design: docs/design/015-trajectory-store-and-viewer.md.
 """
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 SIGNALS = ("advantages", "weights")  # inputs that say how much a target counts
 NAME_LENGTH = 8  # hexadecimal digits of a prompt's name
+MAX_RUN_BYTES = 1 << 30  # of a run's record
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,26 @@ class RecordedDatum:
                 return _first_column(self.datum.inputs[name]).astype(np.float32)
         return np.ones(len(self.datum.tokens), np.float32)
 
+    def num_bytes(self) -> int:
+        """Return the size of its arrays."""
+        arrays = [self.datum.tokens, self.logprobs, *self.datum.inputs.values()]
+        return sum(array.nbytes for array in arrays)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The datums since the last step, the newest ones that fit."""
+
+    max_bytes: int
+    datums: deque[RecordedDatum] = field(default_factory=deque)
+    num_bytes: int = 0
+
+    def add(self, one: RecordedDatum) -> None:
+        self.datums.append(one)
+        self.num_bytes += one.num_bytes()
+        while self.num_bytes > self.max_bytes and len(self.datums) > 1:
+            self.num_bytes -= self.datums.popleft().num_bytes()
+
 
 class DatumRecorder:
     """Writes the store of each training run, in a thread of its own.
@@ -66,12 +87,14 @@ class DatumRecorder:
     Args:
         runs: folder of all training runs.
         tokenizer: folder or hub name.
+        max_bytes: of a run's record, and of the datums that wait for a step.
     """
 
-    def __init__(self, runs: Path, tokenizer: str) -> None:
+    def __init__(self, runs: Path, tokenizer: str, *, max_bytes: int = MAX_RUN_BYTES) -> None:
         self._runs = runs
         self._tokenizer_name = tokenizer
-        self._pending: dict[str, list[RecordedDatum]] = {}
+        self._max_bytes = max_bytes
+        self._pending: dict[str, _Pending] = {}
         self._writers: dict[str, TrajectoryWriter] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-record")
         self._has_failed = False
@@ -84,15 +107,15 @@ class DatumRecorder:
         """Remember the datums of a call until the next optimizer step."""
         if call.forward_only:
             return
-        pending = self._pending.setdefault(run, [])
+        pending = self._pending.setdefault(run, _Pending(self._max_bytes))
         for datum, logprobs in zip(call.datums, outputs.logprobs, strict=True):
-            pending.append(RecordedDatum(datum, call.loss, _first_column(logprobs)))
+            pending.add(RecordedDatum(datum, call.loss, _first_column(logprobs)))
 
     def step(self, run: str, number: int) -> None:
         """Write what was trained since the last step, as this step, from 1."""
-        pending = self._pending.pop(run, [])
-        if pending:
-            self._thread.submit(partial(self._write, run, number, pending))
+        pending = self._pending.pop(run, None)
+        if pending is not None:
+            self._thread.submit(partial(self._write, run, number, list(pending.datums)))
 
     def forget(self, run: str) -> None:
         """Drop what no step has trained, of a model that is unloaded."""
@@ -107,7 +130,9 @@ class DatumRecorder:
         try:
             if run not in self._writers:
                 folder = self._runs / run / FOLDER
-                self._writers[run] = TrajectoryWriter(folder, self._tokenizer, last_step=number - 1)
+                self._writers[run] = TrajectoryWriter(
+                    folder, self._tokenizer, last_step=number - 1, max_bytes=self._max_bytes
+                )
             trajectories, rows = _as_trained(pending, number, self._tokenizer)
             self._writers[run].write(number, "train", trajectories, trained=[rows])
         except (OSError, StoreError, ValueError) as error:
@@ -148,7 +173,7 @@ def _step(
     return Step(
         prompt_token_ids=one.datum.tokens[: first + 1].tolist(),
         response_ids=response,
-        loss_mask=(one.signal()[first:] != 0).astype(int).tolist(),
+        loss_mask=_loss_mask(one.signal()[first:]),
         rollout_logprobs=sampled,
         reward=0.0,
         stop_reason=STOP,
@@ -158,6 +183,14 @@ def _step(
         llm_seconds=0.0,
         env_seconds=0.0,
     )
+
+
+def _loss_mask(signal: np.ndarray) -> list[int]:
+    """Return which targets count: all if each advantage is 0, as of a group of equal rewards."""
+    counts = signal != 0
+    if not counts.any():
+        counts = np.ones_like(counts)
+    return list(map(int, counts))
 
 
 def _first_trained(signal: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_fast.tinker.checkpoints import TinkerPath
-from skyrl_fast.tinker.futures import CallFuture, OrderedCalls
+from skyrl_fast.tinker.futures import AcceptedCalls, OrderedCalls
 from skyrl_fast.tinker.sampling import Snapshot
 from skyrl_fast.tinker.training import AdapterForm, TrainedAdapter
 from skyrl_fast.tinker.wire import RefusedCallError
@@ -74,7 +74,7 @@ class SamplingSession:
     path: TinkerPath | None = None
     saved_at: str = ""
     model: ServedModel | None = None
-    accepted: dict[int, CallFuture] = field(default_factory=dict)
+    accepted: AcceptedCalls = field(default_factory=AcceptedCalls)
 
     def current_snapshot(self) -> Snapshot | None:
         return self.snapshot if self.model is None else self.model.inflight
@@ -142,6 +142,14 @@ class ClientSessions:
                 "if there is one: create_training_client_from_state_with_optimizer"
             )
         return model
+
+    def open_sampler(self, session: str, number: int, base_model: str) -> SamplingSession:
+        """Return a session's sampler of this number, a new one unless the call was sent again."""
+        name = f"{session}:sample:{number}"
+        samplers = self.find(session).samplers
+        if name not in samplers:
+            samplers[name] = SamplingSession(name, session, base_model)
+        return samplers[name]
 
     def sampler(self, name: Any) -> SamplingSession:
         """Return a sampler; RefusedCallError if its session has ended."""

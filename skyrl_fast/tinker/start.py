@@ -22,7 +22,8 @@ from skyrl_fast.tinker.app import TinkerApp
 from skyrl_fast.tinker.checkpoints import CheckpointStore
 from skyrl_fast.tinker.recording import DatumRecorder
 from skyrl_fast.tinker.sampling import SnapshotSampler, VllmSampler
-from skyrl_fast.tinker.service import ServedBase, TinkerService
+from skyrl_fast.tinker.service import TinkerService
+from skyrl_fast.tinker.shared import ServedBase
 from skyrl_fast.tinker.training import AdapterTrainer
 from skyrl_fast.tinker.wire import messages
 from skyrl_fast.train.model.loading import hide_progress_bars

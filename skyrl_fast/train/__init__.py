@@ -62,7 +62,7 @@ _HOMES = {
     "Rollouts": "skyrl_fast.train.flow.rollouts",
     "RunInfo": "skyrl_fast.train.output.loggers",
     "SetupError": "skyrl_fast.train.setup.errors",
-    "TrainResult": "skyrl_fast.train.run",
+    "TrainResult": "skyrl_fast.train.output.result",
     "compute_advantages": "skyrl_fast.train.algorithm.advantages",
     "evaluate": "skyrl_fast.train.evaluation",
     "load_config": "skyrl_fast.config.loading",

@@ -28,7 +28,7 @@ from skyrl_fast.train.model.optimizer import Optimizer as Optimizer
 from skyrl_fast.train.model.policy import Policy as Policy
 from skyrl_fast.train.output.loggers import Logger as Logger
 from skyrl_fast.train.output.loggers import RunInfo as RunInfo
-from skyrl_fast.train.run import TrainResult as TrainResult
+from skyrl_fast.train.output.result import TrainResult as TrainResult
 from skyrl_fast.train.run import train_agent as train_agent
 from skyrl_fast.train.setup.errors import SetupError as SetupError
 from skyrl_fast.train.supervised import sft as sft

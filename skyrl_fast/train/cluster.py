@@ -22,8 +22,7 @@ from typing import Any
 from skyrl_fast.config import Config
 from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.errors import RunError
-from skyrl_fast.rollout.engine.engine_actor import enter
-from skyrl_fast.rollout.engine.ray_engine import EngineBundle
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle, enter
 from skyrl_fast.system.ray_connection import connect_ray, import_ray
 from skyrl_fast.train.checkpoint.local import STATE, checkpoints
 from skyrl_fast.train.flow.event_loop import StopSignals
@@ -193,7 +192,7 @@ def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reser
     deadline = time.monotonic() + seconds
     engines: tuple[EngineBundle, ...] = ()
     if config.engine_place is EnginePlace.CLUSTER:
-        bundles = [_engine_bundle(ray, config)] * config.generator.inference_engine.num_engines
+        bundles = [_engine_bundle(ray, config)] * config.num_engines
         group = ray.util.placement_group(bundles, strategy="PACK")
         engines = tuple(EngineBundle(group, bundle) for bundle in range(len(bundles)))
     ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
@@ -210,7 +209,7 @@ def _reserve_some(ray: Any, config: Config, nodes: int, seconds: float) -> _Rese
     ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
     reserved = _Reservation(nodes, ranks)
     if ranks.wait(seconds):
-        number = config.generator.inference_engine.num_engines
+        number = config.num_engines
         bundle = _engine_bundle(ray, config)
         groups = []
         for _ in range(number):

@@ -1,7 +1,8 @@
-"""Where the run's own engine computes: its GPUs, whether it sleeps, how it gets new weights."""
+"""Where the run's own engines compute: their GPUs, whether they sleep, how they get new weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_fast.config import Config, ConfigError
@@ -11,47 +12,57 @@ _KEY = "generator.inference_engine"
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
-    """The GPUs of the run's own engine.
+    """The GPUs of the run's own engines.
 
     Args:
-        gpu_ids: as torch numbers them; the trainer has the first ones.
+        engines: the GPUs of each engine, as torch numbers them; the trainer has the first ones.
         shared: those of them that the trainer uses, too.
-        sleeps: whether the engine frees its memory while the trainer computes.
+        sleeps: whether engines free their memory while the trainer computes.
         weight_sync: "ipc", "nccl", "gloo" or "file".
     """
 
-    gpu_ids: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]
     shared: tuple[int, ...]
     sleeps: bool
     weight_sync: str
 
+    @property
+    def gpu_ids(self) -> tuple[int, ...]:
+        """The GPUs of all engines, one engine's after another's."""
+        return tuple(gpu for engine in self.engines for gpu in engine)
+
 
 def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
-    """Return where the run's own engine computes.
+    """Return where the run's own engines compute.
+
+    | `num_engines` | `gpu_ids` | engines |
+    |---|---|---|
+    | null | null | as many as ranks, on GPUs that no rank uses, as far as there are any |
+    | null | null, and all GPUs have ranks | one on each |
+    | a number | null | on the last GPUs, if the trainer leaves enough of them, else the first |
+    | null | given | as many as these are enough for |
+
+    With `tensor_parallel_size` and its like, an engine takes several GPUs. A run with several
+    policies, or whose weights are read by CUDA IPC, has one engine unless a number is set.
 
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
-            uses; `enable_sleep_mode` is true, but no GPU is shared; `weight_sync_backend` is ipc or
-            nccl, but no GPU holds all weights; or nccl, but a GPU is shared.
+            uses; there are fewer GPUs than `num_engines` needs; `enable_sleep_mode` is true, but no
+            GPU is shared; `weight_sync_backend` is ipc or nccl, but no GPU holds all weights, or
+            several engines read them; or nccl, but a GPU is shared.
     """
-    # Without `gpu_ids`, the last GPUs if the trainer leaves enough of them, else the first ones. An
-    # engine that shares one sleeps during updates. In asynchronous training it generates meanwhile,
-    # so it never does.
+    # An engine that shares a GPU sleeps during updates. In asynchronous training it generates
+    # meanwhile, so it never does.
     engine = config.generator.inference_engine
     ranks = config.trainer.placement.policy_num_gpus_per_node
-    needed = engine.num_gpus
+    each = engine.num_gpus
     if engine.gpu_ids is not None:
-        gpu_ids = tuple(engine.gpu_ids)
-        if len(set(gpu_ids)) != needed or len(gpu_ids) != needed:
-            raise ConfigError(f"{_KEY}.gpu_ids: expected {needed} different ones, got {[*gpu_ids]}")
-        if not all(0 <= gpu < num_gpus for gpu in gpu_ids):
-            raise ConfigError(f"{_KEY}.gpu_ids: expected 0 to {num_gpus - 1}, got {[*gpu_ids]}")
+        gpu_ids = _check_gpu_ids(engine.gpu_ids, engine.num_engines, each, num_gpus)
     else:
-        if num_gpus >= ranks + needed:
-            first = num_gpus - needed
-        else:
-            first = 0
-        gpu_ids = tuple(range(first, first + needed))
+        gpu_ids = _choose_gpus(config, ranks, each, num_gpus)
+    engines = []
+    for first in range(0, len(gpu_ids), each):
+        engines.append(gpu_ids[first : first + each])
     shared = tuple(gpu for gpu in gpu_ids if gpu < ranks)
     chosen = engine.enable_sleep_mode
     if chosen and not shared:
@@ -62,16 +73,95 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     # In asynchronous training it generates during updates.
     can_sleep = bool(shared) and config.max_staleness == 0
     sleeps = can_sleep if chosen is None else chosen
-    return EnginePlacement(gpu_ids, shared, sleeps, _weight_sync(config, shared))
+    weight_sync = _weight_sync(config, shared, len(engines))
+    return EnginePlacement(tuple(engines), shared, sleeps, weight_sync)
 
 
-def _weight_sync(config: Config, shared: tuple[int, ...]) -> str:
+def draw_placement(num_ranks: int, placement: EnginePlacement | None) -> str:
+    """Return which GPU holds which rank and which engine of a machine; "" where there is one GPU.
+
+    Example:
+        >>> print(draw_placement(2, EnginePlacement(((2,), (3,)), (), False, "file")))
+        GPU     0  1  2  3
+        rank    0  1  .  .
+        engine  .  .  0  1
+        engines get their weights by file
+    """
+    engine_of = {}
+    if placement is not None:
+        for number, gpus in enumerate(placement.engines):
+            engine_of.update(dict.fromkeys(gpus, str(number)))
+    used = sorted({*range(num_ranks), *engine_of})
+    if len(used) < 2:
+        return ""
+    rows = {"GPU": [str(gpu) for gpu in used]}
+    rows["rank"] = [str(gpu) if gpu < num_ranks else "." for gpu in used]
+    if placement is not None:
+        rows["engine"] = [engine_of.get(gpu, ".") for gpu in used]
+    lines = []
+    for name, cells in rows.items():
+        lines.append(f"{name:<6}" + "".join(f"{cell:>3}" for cell in cells))
+    if placement is not None:
+        asleep = "; they sleep during updates" if placement.sleeps else ""
+        lines.append(f"engines get their weights by {placement.weight_sync}{asleep}")
+    return "\n".join(lines)
+
+
+def _check_gpu_ids(
+    given: Sequence[int], num_engines: int | None, each: int, num_gpus: int
+) -> tuple[int, ...]:
+    if num_engines is None:
+        is_enough = bool(given) and len(given) % each == 0
+        wanted = f"{each}" if each == 1 else f"a multiple of {each}"
+    else:
+        is_enough = len(given) == num_engines * each
+        wanted = str(num_engines * each)
+    if len(set(given)) != len(given) or not is_enough:
+        raise ConfigError(f"{_KEY}.gpu_ids: expected {wanted} different ones, got {[*given]}")
+    if not all(0 <= gpu < num_gpus for gpu in given):
+        raise ConfigError(f"{_KEY}.gpu_ids: expected 0 to {num_gpus - 1}, got {[*given]}")
+    return tuple(given)
+
+
+def _choose_gpus(config: Config, ranks: int, each: int, num_gpus: int) -> tuple[int, ...]:
+    """Return the last GPUs if the trainer leaves enough of them, else the first ones."""
+    number = config.generator.inference_engine.num_engines
+    spare = num_gpus - ranks
+    if number is None:
+        number = _default_number(config, ranks, each, spare)
+    total = number * each
+    if number > 1 and total > num_gpus:
+        raise ConfigError(
+            f"{_KEY}.num_engines: expected at most {num_gpus // each}, as {num_gpus} GPUs are "
+            f"found and each engine takes {each}, got {number}"
+        )
+    if spare >= total:
+        first = num_gpus - total
+    else:
+        first = 0
+    return tuple(range(first, first + total))
+
+
+def _default_number(config: Config, ranks: int, each: int, spare: int) -> int:
+    backend = config.generator.inference_engine.weight_sync_backend
+    if config.policies or backend == "ipc":
+        return 1
+    if spare >= each:
+        gpus = min(spare, ranks)
+    else:
+        gpus = ranks
+    return max(1, gpus // each)
+
+
+def _weight_sync(config: Config, shared: tuple[int, ...], num_engines: int) -> str:
     engine = config.generator.inference_engine
     ranks = config.trainer.placement.policy_num_gpus_per_node
     backend = engine.weight_sync_backend
     reason = None
     if backend in ("ipc", "nccl") and ranks > 1:
         reason = f"the weights are sharded over {ranks} GPUs"
+    elif backend == "ipc" and num_engines > 1:
+        reason = f"{num_engines} engines are processes of their own, which read files"
     elif backend == "nccl" and shared:
         reason = "NCCL does not connect processes on one GPU"
     if reason is not None:
@@ -80,6 +170,8 @@ def _weight_sync(config: Config, shared: tuple[int, ...]) -> str:
         )
     if backend != "auto":
         return backend
+    if num_engines > 1:
+        return "file"
     if shared and ranks == 1:
         return "ipc"
     one_replica = engine.engine_init_kwargs.get("data_parallel_size", 1) == 1

@@ -29,12 +29,14 @@ from skyrl_fast.config import (
     to_dict,
 )
 from skyrl_fast.config.modes import EnginePlace
+from skyrl_fast.config.unread import warn_of_unread_settings
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.rollout.loop_settings import read_chat_template
 from skyrl_fast.rollout.teachers import Teachers, check_teachers, start_teachers
+from skyrl_fast.system.main_guard import find_unguarded_call
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.checkpoint.local import write_json
@@ -76,61 +78,24 @@ from skyrl_fast.train.output.loggers import (
 from skyrl_fast.train.output.metric_table import EVAL_REWARD, find_warnings
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.output.result import TrainResult as TrainResult
+from skyrl_fast.train.output.summary import show_summary
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.run_progress import RunProgress
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error, with_short_errors
-from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
+from skyrl_fast.train.setup.given_objects import (
+    GivenObjects,
+    has_one_turn,
+    with_absolute_paths,
+)
 from skyrl_fast.train.setup.model_checks import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
 from skyrl_fast.train.trainer import Components, Trainer
 from skyrl_fast.trajectory_store.words import readable
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """How far a run got, and where its files are.
-
-    Args:
-        step, total_steps: batches trained, and batches of a complete run.
-        signal: number of the signal that stopped it, or None.
-        evaluations: mean evaluation reward, by step; `before` is that of step 0, `after` the last
-            one after a step, or None.
-        run_path: the run folder.
-        metrics, trajectories: the file of the metrics, the folder of the trajectories.
-        checkpoint: folder of the newest one, or None.
-        plot: the learning curve, or None.
-        sample: one trajectory as readable text.
-        stopped_by: class of the callback that ended the run early, or None.
-        warnings: metrics of the last steps that are not healthy, a line each.
-    """
-
-    step: int
-    total_steps: int
-    signal: int | None
-    evaluations: Mapping[int, float]
-    run_path: Path
-    metrics: Path
-    trajectories: Path
-    checkpoint: Path | None
-    plot: Path | None
-    sample: str
-    stopped_by: str | None = None
-    warnings: Sequence[str] = ()
-
-    @property
-    def before(self) -> float | None:
-        """Mean evaluation reward before the first step, or None."""
-        return self.evaluations.get(0)
-
-    @property
-    def after(self) -> float | None:
-        """The last mean evaluation reward after a step, or None."""
-        last = max(self.evaluations, default=0)
-        return self.evaluations[last] if last else None
 
 
 @with_short_errors
@@ -150,7 +115,7 @@ def train_agent(
     make_rollouts: MakeRollouts | None = None,
     check_rollouts: Callable[[Config, str], None] | None = None,
 ) -> TrainResult:
-    """Train an agent; all output is written to the run folder.
+    """Train an agent; all output is written to the run folder, a summary to standard error.
 
     The call blocks until the run ends, also in a notebook and inside a running event loop. In a
     script, put it below `if __name__ == "__main__":`, because the engine is a process that imports
@@ -211,7 +176,14 @@ def train_agent(
         estimator=estimator,
     )
     request = RunRequest(prompts, eval_prompts, None, callbacks, make_rollouts, check_rollouts)
-    return run_request(config, given, request)
+    result = run_request(config, given, request)
+    show_summary(result)
+    return result
+
+
+def train_by_settings(config: ConfigSource) -> TrainResult:
+    """Train by settings alone, as `train_agent` does, and leave the summary to the caller."""
+    return run_request(config, GivenObjects("train_agent"), RunRequest())
 
 
 def run_request(config: ConfigSource, given: GivenObjects, request: RunRequest) -> TrainResult:
@@ -222,11 +194,13 @@ def run_request(config: ConfigSource, given: GivenObjects, request: RunRequest) 
         given: objects whose names become settings, or that make environments.
         request: what the run gets next to the settings.
     """
-    _check_main_module()
-    config = with_absolute_paths(as_config(config))
+    config = as_config(config)
+    _check_main_module(config, request)
+    config = with_absolute_paths(config)
     make_env = given.write_into(config)
     check_config(config, has_prompts=request.prompts is not None)
     _check_callbacks(request.callbacks)
+    warn_of_unread_settings(config, has_eval_prompts=request.eval_prompts is not None)
     warn_without_baseline(config)
     warn_of_the_reference(config)
     run_here = replace(request, make_env=make_env).run_here
@@ -326,6 +300,7 @@ class RunRequest:
             make_env=self.make_env,
             starter=starter,
             say=output.display.say,
+            is_stopping=signals.is_stopping,
         )
         return _PreparedRun(
             config,
@@ -337,6 +312,7 @@ class RunRequest:
             make_rollouts,
             signals,
             self.parts,
+            one_turn=has_one_turn(self.make_env),
         )
 
     def _load_data(self, config: Config) -> RunData:
@@ -448,6 +424,7 @@ class _PreparedRun:
     make_rollouts: MakeRollouts
     signals: StopSignals
     parts: RunParts
+    one_turn: bool
 
 
 def _train(run: _PreparedRun) -> TrainResult:
@@ -501,11 +478,21 @@ class _EvalRewards(Callback):
         self.rewards[step] = metrics[EVAL_REWARD]
 
 
-def _limits_text(config: Config) -> str:
-    """Return what ends a trajectory, each limit with its setting."""
+def limits_text(config: Config, *, one_turn: bool = False) -> str:
+    """Return what ends a trajectory, each limit with its setting.
+
+    Args:
+        one_turn: whether its environment is a reward function, which ends it in its first turn.
+    """
     generator = config.generator
+    if one_turn:
+        turns = "one turn"
+    elif generator.turn_limit == 1:
+        turns = "one turn (generator.max_turns)"
+    else:
+        turns = f"at most {generator.turn_limit} turns (generator.max_turns)"
     return (
-        f"a trajectory has at most {generator.turn_limit} turns (generator.max_turns), prompts of "
+        f"a trajectory has {turns}, prompts of "
         f"{generator.max_input_length} tokens (generator.max_input_length), answers of "
         f"{generator.sampling_params.max_generate_length} (sampling_params.max_generate_length)"
     )
@@ -518,7 +505,7 @@ async def _run_loop(
     config = run.config
     checkpoint = run.start.checkpoint
     display = run.output.display
-    display.say(_limits_text(config))
+    display.say(limits_text(config, one_turn=run.one_turn))
     # What loading and measuring have left is the engine's by the memory plan.
     run.models.policy.free_cached_memory()
     with as_setup_error():
@@ -595,13 +582,22 @@ def _load_tokenizer(config: Config, path: str) -> Any:
     return tokenizer
 
 
-def _check_main_module() -> None:
-    """Raise SetupError in an engine or rank process, which imports the main module again."""
+def _check_main_module(config: Config, request: RunRequest) -> None:
+    """Raise SetupError where processes import the main module, and would train again."""
+    guard = 'put the call below `if __name__ == "__main__":`'
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SetupError(
             "train_agent: called by a process that training itself has started and that imports "
-            'your main module: put the call below `if __name__ == "__main__":`'
+            f"your main module: {guard}"
         )
+    starts_engine = request.make_rollouts is None and config.engine_place.is_here
+    if starts_engine or config.trainer.placement.num_ranks > 1:
+        place = find_unguarded_call()
+        if place is not None:
+            raise SetupError(
+                f"train_agent: {place.file}, line {place.line}: the processes that training starts "
+                f"import this file and would train, too: {guard}"
+            )
 
 
 def _check_plot(config: Config) -> bool:
@@ -626,6 +622,7 @@ async def _vllm_rollouts(
     make_env: MakeEnv | None,
     starter: RankStarter,
     say: Callable[[str], None],
+    is_stopping: Callable[[], bool],
 ) -> Rollouts:
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
@@ -638,6 +635,7 @@ async def _vllm_rollouts(
         address=starter.address,
         bundles=starter.engine_bundles,
         say=say,
+        is_stopping=is_stopping,
     )
 
 

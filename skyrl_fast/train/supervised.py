@@ -22,8 +22,11 @@ from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of, f
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, read_rows, rows_from
 from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.run import TrainResult, train_agent
+from skyrl_fast.train.output.result import TrainResult
+from skyrl_fast.train.output.summary import show_summary
+from skyrl_fast.train.run import RunRequest, run_request
 from skyrl_fast.train.setup.errors import SetupError, with_short_errors
+from skyrl_fast.train.setup.given_objects import GivenObjects
 from skyrl_fast.train.setup.run_data import EVAL_UID
 
 
@@ -34,7 +37,8 @@ def sft(
     demonstrations: PromptSource | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
-    """Train a model on demonstrations; all output is written to the run folder.
+    """Train a model on demonstrations; all output is written to the run folder, a summary to
+    standard error.
 
     Each assistant message is a step, with the prompt that the agent loop would make for it: so
     `trainer.rows` and `trainer.row_layout` mean the same as in reinforcement learning. The loss is
@@ -63,6 +67,18 @@ def sft(
         ... ).step
         1
     """
+    result = sft_by_settings(config, demonstrations=demonstrations, callbacks=callbacks)
+    show_summary(result)
+    return result
+
+
+def sft_by_settings(
+    config: ConfigSource,
+    *,
+    demonstrations: PromptSource | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainResult:
+    """Train as `sft` does, and leave the summary to the caller."""
     config = _settings(as_config(config))
     data = config.data
     try:
@@ -78,14 +94,14 @@ def sft(
     numbered = {str(number): chat for number, chat in enumerate(chats)}
     numbered |= {f"{EVAL_UID}{number}": chat for number, chat in enumerate(held_out_chats)}
     maker = _DemonstrationMaker(numbered)
-    return train_agent(
-        config,
+    request = RunRequest(
         prompts=[chat.row for chat in chats],
         eval_prompts=[chat.row for chat in held_out_chats] or None,
         callbacks=callbacks,
         make_rollouts=maker,
         check_rollouts=maker.check,
     )
+    return run_request(config, GivenObjects("train_agent"), request)
 
 
 def _settings(config: Config) -> Config:

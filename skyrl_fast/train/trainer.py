@@ -21,6 +21,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, sums_rewards, to_dict
+from skyrl_fast.rollout.engine.protocol import EngineStoppedError
 from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
 from skyrl_fast.rollout.teachers import Teachers
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -183,7 +184,7 @@ class Trainer:
         """
         try:
             await self._train()
-        except StopRequested:
+        except (StopRequested, EngineStoppedError):
             self.progress.stopped = True
             self.progress.stopped_by = self._callbacks.stopped_by
         except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,15 +18,22 @@ from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.config.model_folder import HUB, ModelHub, find_auto_class, model_folder
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
+from skyrl_fast.rollout.engine.engine_server import ServerAccess
 from skyrl_fast.rollout.engine.model_layers import linear_names
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.started_engine import NodeEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
-from skyrl_fast.rollout.engine.vllm_start import VllmSetup, read_model_config
+from skyrl_fast.rollout.engine.vllm_start import (
+    VllmSetup,
+    default_num_threads,
+    read_model_config,
+)
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.transfer import Transport
 from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
+from skyrl_fast.system.network_interface import LOOPBACK
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +45,7 @@ def make_engines(config: settings.Config, model_path: str) -> list[Engine]:
     engine = config.generator.inference_engine
     _log_limited_top_k(config.generator.sampling_params)
     if config.engine_place is not EnginePlace.SERVERS:
-        return [VllmEngine(make_vllm_setup(config, model_path))]
+        return _make_own_engines(config, make_vllm_setup(config, model_path))
     if engine.weight_sync_backend == "reload":
         by = "reload"
     else:
@@ -52,6 +60,7 @@ def make_cluster_engines(
     engine = config.generator.inference_engine
     folder = _find_cached_folder(model_path)
     _log_limited_top_k(config.generator.sampling_params)
+    backend = choose_cluster_backend(config)
     result: list[Engine] = []
     for number, bundle in enumerate(bundles):
         result.append(
@@ -59,9 +68,9 @@ def make_cluster_engines(
                 number,
                 bundle,
                 partial(_make_setup_on_node, config, model_path, number),
-                weight_sync=choose_cluster_backend(config),
+                _new_access(engine, backend, address),
+                weight_sync=backend,
                 trainer=address,
-                weights_folder=engine.weight_sync_path,
                 records_routes=engine.enable_return_routed_experts,
                 vocab_size=read_vocab_size(folder),
                 adapter=_adapter_config(config, folder),
@@ -70,11 +79,67 @@ def make_cluster_engines(
     return result
 
 
+def _make_own_engines(
+    config: settings.Config, setup: VllmSetup, *, trained: bool = True
+) -> list[Engine]:
+    """Return the run's engines on this machine: one in this process, or several servers."""
+    if config.num_engines == 1:
+        return [VllmEngine(setup)]
+    engine = setup.engine
+    if not trained:
+        backend = None
+    elif engine.weight_sync_backend in BACKENDS:
+        backend = engine.weight_sync_backend
+    else:
+        backend = "file"
+    result: list[Engine] = []
+    for number in range(config.num_engines):
+        result.append(
+            NodeEngine(
+                number,
+                _setup_of_one(setup, number, config.num_engines),
+                _new_access(engine, backend, LOOPBACK),
+                weight_sync=backend,
+                sleeps=bool(engine.enable_sleep_mode),
+                records_routes=engine.enable_return_routed_experts,
+                vocab_size=read_vocab_size(setup.model),
+                adapter=setup.adapter if trained else None,
+            )
+        )
+    return result
+
+
+def _setup_of_one(setup: VllmSetup, number: int, num_engines: int) -> VllmSetup:
+    """Return the settings of one of several engines: its GPUs or threads, and its log."""
+    engine = replace(setup.engine)
+    if engine.gpu_ids is not None:
+        each = engine.num_gpus
+        engine.gpu_ids = engine.gpu_ids[number * each : (number + 1) * each]
+    if setup.computes_on_cpu and engine.num_threads is None:
+        engine.num_threads = max(1, default_num_threads(setup) // num_engines)
+    log_file = None
+    if setup.log_file is not None:
+        log_file = str(Path(setup.log_file).with_name(f"engine_{number}.log"))
+    return replace(setup, engine=engine, log_file=log_file)
+
+
+def _new_access(
+    engine: settings.InferenceEngineConfig, backend: str | None, address: str
+) -> ServerAccess:
+    """Return how a new server is used: with a key of its own."""
+    return ServerAccess(
+        key=secrets.token_urlsafe(32),
+        trainer=address if backend in BACKENDS else None,
+        weights_folder=engine.weight_sync_path,
+    )
+
+
 def make_untrained_engines(config: settings.Config, model_path: str) -> list[Engine]:
     """Return the engines of a model whose weights are not updated, not started."""
     if config.engine_place is not EnginePlace.SERVERS:
         # No adapter is loaded, so that there are no policies to call.
-        return [VllmEngine(replace(make_vllm_setup(config, model_path), policies=()))]
+        setup = replace(make_vllm_setup(config, model_path), policies=())
+        return _make_own_engines(config, setup, trained=False)
     return _make_remote_engines(config, model_path, weight_sync=None)
 
 
@@ -114,6 +179,10 @@ def describe_start(config: settings.Config, model_path: str) -> tuple[str, Path 
         return f"connecting to {', '.join(urls)}", None
     if place is EnginePlace.CLUSTER:
         return f"vLLM starts on the cluster; logs on its nodes: {folder}/engine_0.log, ...", None
+    if config.num_engines > 1:
+        text = f"{config.num_engines} engines of vLLM start and load {model_path}"
+        log = folder / "engine_0.log"
+        return f"{text}; logs: {log}, ...", log
     log = folder / ENGINE_LOG
     return f"vLLM starts and loads {model_path}; its log: {log}", log
 
@@ -124,7 +193,8 @@ def choose_transport(config: settings.Config) -> Transport:
     place = config.engine_place
     if place is EnginePlace.CLUSTER:
         backend = choose_cluster_backend(config)
-    one_process = config.trainer.placement.num_ranks == 1 and place.is_here
+    one_rank = config.trainer.placement.num_ranks == 1
+    one_process = one_rank and place.is_here and config.num_engines == 1
     in_memory = one_process and sys.platform == "linux"  # has unnamed files, opened by /proc
     names = {
         **dict.fromkeys(BACKENDS, "broadcast"),
@@ -132,7 +202,9 @@ def choose_transport(config: settings.Config) -> Transport:
         "reload": "file",
     }
     transport = TRANSPORTS[names.get(backend, backend)]
-    return transport.send(engine.weight_sync_path, place.is_here)
+    # A server of its own opens files in the folders of weights only.
+    is_reader_here = place.is_here and config.num_engines == 1
+    return transport.send(engine.weight_sync_path, is_reader_here)
 
 
 def choose_cluster_backend(config: settings.Config, *, has_gpu: bool | None = None) -> str:

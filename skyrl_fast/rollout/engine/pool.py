@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.protocol import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineStoppedError,
     Generation,
     NoRoomError,
 )
@@ -34,12 +35,13 @@ from skyrl_fast.rollout.engine.weights.transfer import (
 )
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.system.digests import digest_number
 from skyrl_fast.system.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MakeProbe = Callable[[Engine], Probe]
+MORE_REQUESTS = 8  # than twice another engine's, with which an engine loses sessions to it
+MAX_SESSIONS = 1 << 17  # whose engines are remembered between two updates; others may change it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class _PoolMember:
     restarts: int = 0  # since the last weight update that it survived
     given_up: bool = False
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # still without an answer
+    num_sessions: int = 0  # that began on it
 
     @property
     def up(self) -> bool:
@@ -88,6 +91,8 @@ class EnginePool:
     Args:
         max_restarts: restarts of one engine between two weight updates that it survives.
         seconds: how long it waits for engines.
+        is_stopping: whether the run is ending: a signal to all its processes ends engines, too, and
+            none is started again.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class EnginePool:
         max_restarts: int = 3,
         transport: Transport = send_by_file,
         seconds: PoolSeconds = SECONDS,
+        is_stopping: Callable[[], bool] = bool,
     ) -> None:
         if not engines:
             raise ValueError("EnginePool: engines: expected at least one, got none")
@@ -106,6 +112,8 @@ class EnginePool:
         self._max_restarts = max_restarts
         self._transport = transport
         self._seconds = seconds
+        self._sessions: dict[str, _PoolMember] = {}  # the last one used is the last
+        self._is_stopping = is_stopping
         self._changed = asyncio.Condition()
         self._interrupting = False
 
@@ -234,6 +242,8 @@ class EnginePool:
                 reports.append(report)
             elif isinstance(member.error, WeightSyncError):
                 raise member.error
+        if not reports and self._is_stopping():
+            raise EngineStoppedError("the engines have ended with the run")
         if not reports:
             first = self._members[0].error
             raise EngineDeadError(f"no engine is left; the first one: {first}") from first
@@ -312,7 +322,12 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     async def _choose(self, session_id: str) -> _PoolMember | None:
-        """Return a running engine: the same one for a session, which has cached earlier turns."""
+        """Return a running engine: the same one for a session, which has cached earlier turns.
+
+        A new session goes to the engine with the fewest requests, of these to the one on which
+        fewest sessions began. So does one whose engine has so many more that its cache is worth
+        less than the wait.
+        """
         # None during an update, which waits for requests to end.
         async with self._changed:
             while not (up := self._up()) and not self._interrupting:
@@ -320,21 +335,33 @@ class EnginePool:
                 await self._changed.wait()
         if self._interrupting:
             return None
-        return up[digest_number(session_id) % len(up)]
+        member = self._sessions.pop(session_id, None)
+        idlest = min(up, key=lambda one: (len(one.calls), one.num_sessions))
+        most = 2 * len(idlest.calls) + MORE_REQUESTS
+        if member is None or not member.up or len(member.calls) > most:
+            member = idlest
+            member.num_sessions += 1
+        self._sessions[session_id] = member  # now the last one
+        if len(self._sessions) > MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        return member
 
     async def _mark_dead(self, member: _PoolMember, error: EngineError | WeightSyncError) -> None:
         member.error = error
         if not member.up:
             return
         member.down_since = time.monotonic()
-        self.faults["engine_deaths"] += 1
-        log.warning(
-            "DEAD: %s; %d of %d engines are up: %s",
-            member.engine.name,
-            len(self._up()),
-            len(self._members),
-            _first_line(error),
-        )
+        if self._is_stopping():
+            log.info("%s has ended while the run stops", member.engine.name)
+        else:
+            self.faults["engine_deaths"] += 1
+            log.warning(
+                "DEAD: %s; %d of %d engines are up: %s",
+                member.engine.name,
+                len(self._up()),
+                len(self._members),
+                _first_line(error),
+            )
         for call in member.calls:  # they will never be answered
             call.cancel()
         async with self._changed:
@@ -423,7 +450,15 @@ class EnginePool:
         return report
 
     async def _restart_dead_engines(self) -> list[_PoolMember]:
-        """Restart dead engines if possible; they count as running once they have the weights."""
+        """Restart dead engines if possible; they count as running once they have the weights.
+
+        Raises:
+            EngineStoppedError: the run is stopping, and none is left.
+        """
+        if self._is_stopping():
+            if not self._up():
+                raise EngineStoppedError("the engines have ended with the run")
+            return []
         started = []
         for member in self._members:
             if member.up or member.given_up or not await member.engine.comes_back():
@@ -465,6 +500,8 @@ class EnginePool:
             raise EngineDeadError(f"no engine came back within {limit:g} s: {reasons}")
 
     async def _serve_waiting(self) -> None:
+        # Caches of earlier turns are gone, and an engine that is back has no session.
+        self._sessions.clear()
         async with self._changed:
             self._interrupting = False
             self._changed.notify_all()

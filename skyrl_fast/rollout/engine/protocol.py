@@ -38,6 +38,10 @@ class EngineDeadError(EngineError):
     """The engine died, or could not start: no request can succeed."""
 
 
+class EngineStoppedError(EngineDeadError):
+    """No engine is left of a run that is stopping, which starts none again."""
+
+
 class NoRoomError(EngineDeadError):
     """The cluster has no room for the engine yet."""
 

@@ -139,6 +139,7 @@ class RemoteEngine(Engine):
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
         adapter: config of the LoRA adapter that it gets as new weights, as for `VllmSetup`.
+        sleeps: whether the server frees its GPU's memory between `sleep` and the next weights.
         limits: of its answers.
     """
 
@@ -155,6 +156,7 @@ class RemoteEngine(Engine):
         records_routes: bool = False,
         vocab_size: int | None = None,
         adapter: dict[str, Any] | None = None,
+        sleeps: bool = False,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
         limits: ServerLimits = LIMITS,
@@ -188,6 +190,8 @@ class RemoteEngine(Engine):
         self._adapter_version = 0  # version of the last one that was sent; never used again
         self.adapter_name: str | None = None  # name of the one that the server has
         self._interrupted = False
+        self._sleeps = sleeps
+        self._sleeping = False
         if weight_sync is None:
             self._claim = None
         else:
@@ -272,7 +276,7 @@ class RemoteEngine(Engine):
                     await self.resume()  # for other clients
         client = self._client
         self._client = None
-        self._interrupted = False
+        self._interrupted = self._sleeping = False
         self._sender = self.adapter_name = None
         if client is not None:
             await client.aclose()
@@ -375,11 +379,14 @@ class RemoteEngine(Engine):
 
     async def load_weights(self, call: WorkerCall) -> None:
         try:
+            await self._wake_up("weights")
             if self._adapter is None:
                 answer = await self._load(call)
             else:
                 answer = await self._load_adapter(call, self._adapter)
             await self.reset_prefix_cache()
+            await self._wake_up("kv_cache")
+            self._sleeping = False
         except EngineDeadError:
             raise
         except TimeoutError as error:
@@ -433,7 +440,16 @@ class RemoteEngine(Engine):
         await self._post("/reset_prefix_cache")
 
     async def sleep(self) -> None:
-        """Do nothing: a server keeps its GPU memory."""
+        """Free the server's GPU memory, if it is one that sleeps; requests in flight end."""
+        if self._sleeps and not self._sleeping:
+            # Level 1: see SLEEP_LEVEL of vllm_engine.py.
+            await self._post("/sleep", params={"level": "1", "mode": "abort"})
+            self._sleeping = True
+
+    async def _wake_up(self, what: str) -> None:
+        """Get the GPU memory of "weights" or "kv_cache" back, if the server sleeps."""
+        if self._sleeping:
+            await self._post("/wake_up", params={"tags": what}, timeout=CONTROL_SECONDS)
 
     async def interrupt(self) -> None:
         self._interrupted = True

@@ -40,6 +40,7 @@ CLAIM_HEADER = "x-skyrl-fast-claim"
 CLAIM_FIRST = "first"  # takes the server from another trainer, which may have been killed
 CLAIM_AGAIN = "again"  # after the server was restarted
 ADAPTER_VARIABLE = "SKYRL_FAST_ADAPTER"
+SLEEPS_VARIABLE = "SKYRL_FAST_SLEEPS"  # set where the server's trainer shares its GPUs
 LOAD_ADAPTER = "/v1/load_lora_adapter"  # as vLLM has it, for an adapter that workers have
 MAX_NAME = 100  # length of an adapter's name: its trainer and version
 MAX_PORT = 2**16
@@ -48,6 +49,8 @@ MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
 KWARGS = {"kwargs"}
 UNKNOWN_CALL = "no such method here, or other arguments than a trainer's"
 PAUSE_QUERY = b"mode=abort&clear_cache=false"
+SLEEP_QUERY = b"level=1&mode=abort"
+WAKE_QUERIES = (b"tags=weights", b"tags=kv_cache")
 
 
 class EngineGuard(HttpGuard):
@@ -60,7 +63,12 @@ class EngineGuard(HttpGuard):
         trainer, adapter = map(os.environ.get, (TRAINER_VARIABLE, ADAPTER_VARIABLE))
         super().__init__(
             TrainerClaim(app if adapter is None else AdapterNames(app)),
-            engine_routes(folders, trainer=trainer, adapter=adapter),
+            engine_routes(
+                folders,
+                trainer=trainer,
+                adapter=adapter,
+                sleeps=SLEEPS_VARIABLE in os.environ,
+            ),
             key=os.environ[KEY_VARIABLE],
             max_body_bytes=MAX_BODY_BYTES,
         )
@@ -124,8 +132,17 @@ def guard_environment(
     *,
     trainer: str | None = None,
     adapter: Mapping[str, Any] | None = None,
+    sleeps: bool = False,
 ) -> dict[str, str]:
-    """Return the variables that `EngineGuard` reads; `trainer`: address of one that broadcasts."""
+    """Return the variables that `EngineGuard` reads.
+
+    Args:
+        key: of the requests.
+        folders: of weights.
+        trainer: address of one that broadcasts.
+        adapter: config of the adapter that the trainer sends.
+        sleeps: whether the trainer may let the server free its GPUs' memory.
+    """
     if trainer is None:
         broadcasts = {}
     else:
@@ -134,24 +151,31 @@ def guard_environment(
         adapts = {}
     else:
         adapts = {ADAPTER_VARIABLE: json.dumps(adapter)}
+    rests = {SLEEPS_VARIABLE: "1"} if sleeps else {}
     shared = os.pathsep.join(map(str, folders))
-    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: shared, **broadcasts, **adapts}
+    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: shared, **broadcasts, **adapts, **rests}
 
 
 def engine_routes(
-    folders: Sequence[Path], *, trainer: str | None = None, adapter: str | None = None
+    folders: Sequence[Path],
+    *,
+    trainer: str | None = None,
+    adapter: str | None = None,
+    sleeps: bool = False,
 ) -> list[Route]:
-    if adapter is None:
-        names = []
-    else:
-        names = [Route("POST", LOAD_ADAPTER, check=_check_name)]
+    more = []
+    if adapter is not None:
+        more.append(Route("POST", LOAD_ADAPTER, check=_check_name))
+    if sleeps:
+        more.append(Route("POST", "/sleep", queries=(SLEEP_QUERY,)))
+        more.append(Route("POST", "/wake_up", queries=WAKE_QUERIES))
     return [
         Route("GET", "/health"),
         Route("GET", "/v1/models"),
         Route("POST", "/v1/completions", check=keep_body),
         Route("POST", "/collective_rpc", check=partial(_check_call, folders, trainer, adapter)),
-        *names,
-        Route("POST", "/pause", query=PAUSE_QUERY),
+        *more,
+        Route("POST", "/pause", queries=(PAUSE_QUERY,)),
         Route("POST", "/resume"),
         Route("POST", "/reset_prefix_cache"),
     ]

@@ -54,7 +54,13 @@ def serve_environment(
     """Return the server's environment variables; they enable the calls for weights and pauses."""
     defaults = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
     folders = weights_folders(weights_folder)
-    guard = guard_environment(key, folders, trainer=trainer, adapter=setup.adapter)
+    guard = guard_environment(
+        key,
+        folders,
+        trainer=trainer,
+        adapter=setup.adapter,
+        sleeps=bool(setup.engine.enable_sleep_mode),
+    )
     return {**defaults, **environment, **guard}
 
 

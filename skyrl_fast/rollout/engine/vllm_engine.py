@@ -66,6 +66,7 @@ from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY, WorkerCall
 from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastSender
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.log_tail import log_tail
+from skyrl_fast.system.main_guard import find_unguarded_call
 from skyrl_fast.system.parent_watch import children_exit_with_this_process, configure_logging
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def start_vllm(setup: VllmSetup) -> Vllm:
     Raises:
         EngineDeadError: what it needs is missing here.
     """
-    check_can_spawn(main_module())
+    check_can_spawn(main_module(), find_unguarded_call())
     check_installed()
     check_model_folder(setup)
     from vllm import AsyncEngineArgs, SamplingParams

@@ -26,6 +26,7 @@ import torch
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.config.engine import LORA_RANKS
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.system.main_guard import Place
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WORKER_EXTENSION = "skyrl_fast.rollout.engine.weights.worker.WeightUpdateExtension"
@@ -131,14 +132,21 @@ def main_module() -> MainModule:
     return MainModule(getattr(sys.modules.get("__main__"), "__file__", None), is_child)
 
 
-def check_can_spawn(main: MainModule) -> None:
+def check_can_spawn(main: MainModule, unguarded: Place | None = None) -> None:
     """Raise EngineDeadError unless vLLM can spawn: its processes import the main module.
 
     That module must exist, and must not start an engine when it is imported.
+
+    Args:
+        unguarded: its line that starts one, also when it is imported.
     """
     if main.is_imported_by_child:
         raise EngineDeadError(
             f"the engine was started while a child process was importing: {GUARD}"
+        )
+    if unguarded is not None:
+        raise EngineDeadError(
+            f"{unguarded.file}, line {unguarded.line}, starts the engine without a guard. {GUARD}"
         )
     main_file = main.file
     if main_file is not None and not os.path.exists(main_file):
@@ -247,19 +255,14 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["enable_lora"] = True
         args["max_lora_rank"] = next(most for most in LORA_RANKS if most >= rank)
         args["lora_target_modules"] = setup.adapter["target_modules"]  # else the head, too
-        # No request is in the engine while the next versions are loaded. With one adapter each
-        # request has it, on which `adapter_products` relies: not so next to the reference.
-        if setup.policies:
-            args["max_loras"] = max(2, len(setup.policies))
-        else:
-            args["max_loras"] = 1
+        # No request is in the engine while the next versions are loaded.
+        args["max_loras"] = max(1, len(setup.policies))
     if (served := setup.served_adapters) is not None:
         args["enable_lora"] = True
         args["max_lora_rank"] = next(most for most in LORA_RANKS if most >= served.max_rank)
         args["lora_target_modules"] = list(served.target_modules)  # else the head, too
-        # More than one, or `adapter_products` would give it to requests of the base model, too.
-        args["max_loras"] = max(2, served.at_once)
-        args["max_cpu_loras"] = max(served.in_memory, args["max_loras"])
+        args["max_loras"] = served.at_once
+        args["max_cpu_loras"] = max(served.in_memory, served.at_once)
         args["logprobs_mode"] = "raw_logprobs"
     if setup.computes_on_cpu:
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,13 @@ def queue_shards(
     states: Mapping[str, State],
     unmoved: Sequence[str],
     ranks: Ranks,
+    *,
+    on_host: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Queue this rank's shards in `ranks.files`, copied to main memory; call it on all ranks.
 
-    The folder exists on rank 0; `unmoved` are parameters without a state.
+    The folder exists on rank 0; `unmoved` are parameters without a state. `on_host` returns a
+    copy of a local moment.
     """
     if ranks.rank == 0:
         steps = {name: float(state["step"]) for name, state in states.items()}
@@ -54,7 +57,7 @@ def queue_shards(
             # A weight of fewer rows than ranks has no shard on some.
             if local.numel():
                 # A copy: the next step changes the moments while the file is written.
-                shards[f"{name}.{key}"] = local.to("cpu", copy=True)
+                shards[f"{name}.{key}"] = on_host(local)
                 offsets[f"{name}.{key}"] = {OFFSETS: _offsets(state[key])}
     file = f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
 

@@ -26,6 +26,7 @@ from skyrl_fast.rollout.chat_messages import (
     template_kwargs_of,
     without_nulls,
 )
+from skyrl_fast.system.location import described_path
 
 PromptSource = str | os.PathLike[str] | Iterable[Any]
 CHATS = ("prompt", "messages", "completion")  # columns of messages
@@ -202,7 +203,7 @@ def _hub_rows(name: str, split: str) -> Iterable[Any]:
 
 def _rows(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        raise ValueError(f"data file not found: {path}")
+        raise ValueError(f"data file not found: {described_path(path)}")
     if path.suffix == ".jsonl":
         with path.open("rb") as lines:
             for number, line in enumerate(lines):

@@ -38,6 +38,11 @@ class StopSignals:
         self._early: int | None = None  # a signal received before there was a handler
         self._forwarded: int | None = None  # by another process before there was a handler
         self._terminals: list[int] = []
+        self._received = False
+
+    def is_stopping(self) -> bool:
+        """Return whether a signal has been received, also one that is not handled yet."""
+        return self._received
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine in a new event loop and return its result.
@@ -64,6 +69,7 @@ class StopSignals:
 
     def forward(self, number: int) -> None:
         """Handle a signal that another process received, not before `handle_by` is called."""
+        self._received = True
         if self._loop is not None and self._handle is not None:
             self._loop.call_soon_threadsafe(self._handle, number)
         else:
@@ -97,6 +103,7 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: Any) -> None:
+        self._received = True
         if number == signal.SIGHUP:
             discard_output(self._terminals)
         loop = self._loop

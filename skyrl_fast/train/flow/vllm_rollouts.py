@@ -90,6 +90,7 @@ async def start_rollouts(
     bundles: Sequence[EngineBundle] = (),
     trained: bool = True,
     say: Callable[[str], None] | None = None,
+    is_stopping: Callable[[], bool] = bool,
 ) -> VllmRollouts:
     """Start vLLM on a model folder, or connect to its servers, and start the environments' threads.
 
@@ -104,6 +105,7 @@ async def start_rollouts(
         trained: False: the engines' weights are never updated; servers need no road for them.
         say: called with a line when the engine begins to start, every 15 s until it has, and when
             it is ready; None: they are logged.
+        is_stopping: whether the run is ending, so that no dead engine is started again.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -128,6 +130,7 @@ async def start_rollouts(
         max_restarts=settings_of_engine.max_restarts,
         transport=transport,
         seconds=seconds,
+        is_stopping=is_stopping,
     )
     on_group = None
     if isinstance(make_env, RewardFunctions):

@@ -95,7 +95,8 @@ class MemoryPlan:
         devices: main memory, or the GPUs, those of a kind as one; a GPU whose engine sleeps during
             updates twice, as either the update or generation needs more.
         engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
-        host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
+        host_bytes: main memory for handing over the weights, for those of sleeping engines, and for
+            the policy's moments where they are offloaded.
         held_gradient_bytes: of full gradients, where what an update leaves holds them: they are
             reduced over the ranks once in an optimizer step, else in every micro-batch. 0 with one
             rank.
@@ -103,6 +104,9 @@ class MemoryPlan:
             pass spares a product.
         remedies: settings with which the run would fit; None where it fits, or none were looked
             for.
+        offloads_moments: whether it fits only as moments are in main memory between steps, which
+            the settings leave open.
+        drawing: which GPU holds which rank and engine; "": there is one GPU, or none.
     """
 
     devices: tuple[DevicePlan, ...]
@@ -111,6 +115,8 @@ class MemoryPlan:
     held_gradient_bytes: int = 0
     saved_logits_bytes: int = 0
     remedies: Remedies | None = None
+    offloads_moments: bool = False
+    drawing: str = ""
 
     @property
     def fits(self) -> bool:
@@ -118,8 +124,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         lines = [str(device) for device in self.devices]
+        if self.drawing:
+            lines.insert(0, self.drawing)
         if self.host_bytes:
-            lines.append(f"main memory: {gib(self.host_bytes)} GiB for copies of the weights")
+            lines.append(f"main memory: {gib(self.host_bytes)} GiB for what is not on GPUs")
         if self.fits:
             engine = self.engine_share
             if engine is None:
@@ -131,6 +139,8 @@ class MemoryPlan:
                 spare.append(f"{gib(self.held_gradient_bytes)} GiB of gradients to reduce")
             if self.saved_logits_bytes:
                 spare.append(f"up to {gib(self.saved_logits_bytes)} GiB of saved logits")
+            if self.offloads_moments:
+                share += "; AdamW's moments are in main memory between steps"
             if spare:
                 rest = f"; the rest holds {' and '.join(spare)}"
             else:

@@ -46,7 +46,7 @@ from skyrl_fast.train.memory.remedies import (
 )
 from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
-from skyrl_fast.train.placement import EnginePlacement, engine_placement
+from skyrl_fast.train.placement import EnginePlacement, draw_placement, engine_placement
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
 BLOCK_VALUES = 256  # block of torchao's 8-bit moments, which share a float32 scale
@@ -168,7 +168,7 @@ def plan_with_remedies(
         partial(planner.plan_changed, config),
         is_on_gpus=_device(config).type == "cuda",
     )
-    return replace(plan, remedies=remedies)
+    return replace(planner.plan_as_set(config), remedies=remedies)
 
 
 class _Planner:
@@ -182,7 +182,22 @@ class _Planner:
         self._measure = _Measurements()
 
     def plan(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
-        """Return the plan; without activations, which take long to measure, a lower bound of it."""
+        """Return the plan; without activations, which take long to measure, a lower bound of it.
+
+        Where moments on the GPUs do not fit, and settings leave it open, they are offloaded.
+        """
+        plan = self.plan_as_set(config, with_activations=with_activations)
+        names = _open_offloads(config)
+        if plan.fits or not names or _device(config).type == "cpu":
+            return plan
+        offloaded = with_settings(config, dict.fromkeys(names, True))
+        other = self.plan_as_set(offloaded, with_activations=with_activations)
+        if _lacking(other) < _lacking(plan):
+            return replace(other, offloads_moments=True)
+        return plan
+
+    def plan_as_set(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
+        """Return the plan with all moments on the GPUs that the settings do not offload."""
         if with_activations:
             measure = self._measure
         else:
@@ -221,6 +236,30 @@ class _Planner:
             return self.plan(changed, with_activations=with_activations)
         except ValueError:  # such as ipc with several GPUs
             return None
+
+
+def _lacking(plan: MemoryPlan) -> int:
+    """Return the bytes that the fullest GPU lacks; less than 0 where all fits."""
+    return max(device.total - device.capacity for device in plan.devices)
+
+
+def _open_offloads(config: Config) -> list[str]:
+    """Return the settings that leave it open whether moments are in main memory."""
+    trainer = config.trainer
+    found = []
+    if trainer.policy.optimizer_config.offload_after_step is None:
+        found.append("trainer.policy.optimizer_config.offload_after_step")
+    has_critic = trainer.critic.model.path is not None
+    if has_critic and trainer.critic.optimizer_config.offload_after_step is None:
+        found.append("trainer.critic.optimizer_config.offload_after_step")
+    return found
+
+
+def offload_moments(config: Config) -> None:
+    """Decide in place what the settings leave open, as a plan with `offloads_moments` has it."""
+    for name in _open_offloads(config):
+        model = name.split(".")[1]
+        getattr(config.trainer, model).optimizer_config.offload_after_step = True
 
 
 @dataclass(slots=True)
@@ -288,7 +327,9 @@ def _plan(
         if on_cluster:
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, [*before, *trainer], capacity),)
-        return MemoryPlan(alone, None, 0, *_spare_bytes(config, measure, alone))
+        drawing = draw_placement(config.trainer.placement.policy_num_gpus_per_node, None)
+        host = _offloaded_bytes(config, size)
+        return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
         received = RECEIVED_BUCKETS * bucket
@@ -309,7 +350,7 @@ def _plan(
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     used = _total([*before, *together])
-    part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, used)
+    part, share = _engine_item(config, size, len(engine.engines[0]), capacity, used)
     shared = engine.shared
     phase = ", generation" if engine.sleeps else ""
     of_trainer = [gpu for gpu in ranks if gpu not in shared]
@@ -332,7 +373,8 @@ def _plan(
         dtype = _dtype(config.trainer.policy.dtype)
         host += dtype.itemsize * size.frozen_parameters
     held, logits = _spare_bytes(config, measure, updates)
-    return MemoryPlan(tuple(devices), share, host, held, logits)
+    drawing = draw_placement(config.trainer.placement.policy_num_gpus_per_node, engine)
+    return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
 
 def _reader_items(engine: EnginePlacement) -> list[Item]:
@@ -373,15 +415,19 @@ def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
         base = size.frozen_parameters
     else:
         base = size.parameters
-    yield Item("engine: libraries", CPU_ENGINE_BYTES)
-    yield Item("engine: weights, and their copy in the kernels' layout", 2 * item * base)
+    number = config.num_engines
+    whose = "engine" if number == 1 else f"{number} engines"
+    yield Item(f"{whose}: libraries", number * CPU_ENGINE_BYTES)
+    weights = number * 2 * item * base
+    yield Item(f"{whose}: weights, and their copy in the kernels' layout", weights)
     gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
-    cache = round(float(gibs) * GIB)
-    yield Item(f"engine: KV cache ({CPU_CACHE_VARIABLE})", cache)
+    cache = number * round(float(gibs) * GIB)
+    yield Item(f"{whose}: KV cache ({CPU_CACHE_VARIABLE})", cache)
     logits = FLOAT32_BYTES * config.generator.inference_engine.max_num_seqs * size.vocab_size
     by_seqs = ("generator.inference_engine.max_num_seqs",)
-    yield Item("engine: logits", LOGIT_COPIES * logits, by_seqs)
-    in_memory = config.trainer.placement.num_ranks == 1 and not config.trains_adapter
+    yield Item(f"{whose}: logits", number * LOGIT_COPIES * logits, by_seqs)
+    one_rank = config.trainer.placement.num_ranks == 1
+    in_memory = one_rank and number == 1 and not config.trains_adapter
     if not in_memory and config.engine_weights is not EngineWeights.ADAPTER:
         yield Item("weights for the engine, and their file", 2 * item * base)
 
@@ -413,19 +459,31 @@ def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int
     if engine.weight_sync == "file":  # a copy in this process, and the file in shared memory
         parameters += 2 * sent
     if engine.sleeps:
-        parameters += size.parameters
-    return item * parameters
+        parameters += len(engine.engines) * size.parameters
+    return item * parameters + _offloaded_bytes(config, size)
+
+
+def _offloaded_bytes(config: Config, size: ModelSize) -> int:
+    """Return the main memory of the policy's moments that leave the GPUs of a machine."""
+    optimizer = config.trainer.policy.optimizer_config
+    if not optimizer.offload_after_step:
+        return 0
+    share = size.trained_parameters / config.trainer.placement.policy_num_nodes
+    return math.ceil(share * moment_bytes(optimizer))
 
 
 def _devices(
     gpus: Sequence[int], items: Sequence[Item], capacity: int, phase: str = ""
 ) -> Iterator[DevicePlan]:
     if gpus:
-        each = [f"GPU {number}" for number in gpus]
-        if len(each) == 1:
-            name = each[0]
+        first = gpus[0]
+        last = gpus[-1]
+        if len(gpus) == 1:
+            name = f"GPU {first}"
+        elif list(gpus) == list(range(first, last + 1)):
+            name = f"each of GPU {first} to {last}"
         else:
-            name = f"each of {', '.join(each)}"
+            name = f"each of GPU {', '.join(map(str, gpus))}"
         yield DevicePlan(name + phase, tuple(items), capacity)
 
 
@@ -446,8 +504,8 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
     policy = str(trainer.policy.model.path)
     size = measure.policy_size(config)
     items = _weight_items(config, size)
-    each = moment_bytes(trainer.policy.optimizer_config)
-    items.append(_share_bytes(config, "AdamW's moments", size.trained_parameters, each))
+    if not trainer.policy.optimizer_config.offload_after_step:
+        items.append(_moments_item(config, "", size.trained_parameters))
     if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and not config.shares_reference:
         reference = measure.size(trainer.ref.model.path or policy).parameters
         items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
@@ -457,10 +515,17 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
         if config.shares_critic:
             weights = size.trained_parameters + size.hidden_size
             name = "adapter, head"
-        each = WEIGHT_BYTES + moment_bytes(trainer.critic.optimizer_config)
-        name = f"critic's {name} and moments"
-        items.append(_share_bytes(config, name, weights, each))
+        items.append(_share_bytes(config, f"critic's {name}", weights, WEIGHT_BYTES))
+        if not trainer.critic.optimizer_config.offload_after_step:
+            items.append(_moments_item(config, "critic's ", weights))
     return items
+
+
+def _moments_item(config: Config, whose: str, parameters: int) -> Item:
+    trainer = config.trainer
+    model = trainer.critic if whose else trainer.policy
+    each = moment_bytes(model.optimizer_config)
+    return _share_bytes(config, f"{whose}AdamW's moments", parameters, each)
 
 
 def moment_bytes(config: OptimizerConfig) -> float:
@@ -573,6 +638,13 @@ def _update_items(
     # One after the other. The embeddings' gradient comes last, when the activations are freed.
     name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
     items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
+    model = trainer.policy if is_policy else trainer.critic
+    if model.optimizer_config.offload_after_step:
+        # They are on the GPU for the step, when what the passes took is free.
+        moments = _moments_item(config, whose, size.trained_parameters)
+        beyond = max(0, moments.num_bytes - _total(items[1:]))
+        name = f"{whose}AdamW's moments in a step, beyond what passes take"
+        items.append(replace(moments, name=name, num_bytes=beyond))
     return items
 
 
@@ -759,6 +831,9 @@ def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[
     if trainer.policy.optimizer_config.optimizer == "adamw":
         name = "trainer.policy.optimizer_config.optimizer"
         yield Axis("8-bit moments", [*one_setting(name, ["adamw_8bit"])])
+    if trainer.policy.optimizer_config.offload_after_step is False:
+        name = "trainer.policy.optimizer_config.offload_after_step"
+        yield Axis("moments in main memory", [*one_setting(name, [True])])
     powers = [n for n in (2, 4, MAX_GPUS) if n <= max_gpus]
     more = [n for n in powers if n > trainer.placement.policy_num_gpus_per_node]
     if more:

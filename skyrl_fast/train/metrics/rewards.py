@@ -13,6 +13,7 @@ from skyrl_fast.train.metrics.outcomes import (
     outcomes_of_samples,
     outcomes_of_trajectories,
 )
+from skyrl_fast.train.metrics.rollouts import environment_metrics
 
 PASS_THRESHOLD = 0.0  # a trajectory passes if its reward is larger
 
@@ -69,7 +70,8 @@ def eval_metrics(
 ) -> dict[str, float]:
     """Return mean score, pass@k, mean positive reward and share of failures of an evaluation.
 
-    A trajectory that failed counts as reward 0.
+    A trajectory that failed counts as reward 0. With them come the means of what environments have
+    reported, such as named parts of rewards.
 
     Args:
         ks: pass@k is the unbiased estimator of `pass_at_k`, averaged over groups; each k at most
@@ -99,6 +101,8 @@ def eval_metrics(
             metrics[f"eval/{name}/pass_at_{k}"] = share
         metrics[f"eval/{name}/mean_positive_reward"] = mean(table.positive_rewards[chosen])
         metrics[f"eval/{name}/failed_share"] = mean(failed[chosen])
+        reports = [trajectories[index].env_metrics for index in np.flatnonzero(chosen)]
+        metrics |= environment_metrics(reports, prefix=f"eval/{name}/")
     return metrics
 
 

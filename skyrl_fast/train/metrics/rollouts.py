@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ def rollout_metrics(
         **_spread("generate/per_turn/{}_num_tokens", lengths),
         **_stop_metrics(reports),
         **_time_metrics(reports),
-        **environment_metrics(reports),
+        **environment_metrics(reports.env_metrics or ()),
     }
 
 
@@ -154,17 +154,25 @@ def _time_metrics(reports: Reports) -> dict[str, float]:
     return metrics
 
 
-def environment_metrics(reports: Reports) -> dict[str, float]:
-    """Return the mean of each finite number that is reported, over those that report one."""
+def environment_metrics(
+    reports: Iterable[Mapping[str, Any] | None], *, prefix: str = ""
+) -> dict[str, float]:
+    """Return the mean of each finite number that is reported, over those that report one.
+
+    Args:
+        reports: what the environment of each trajectory has reported, named parts of rewards among
+            it.
+        prefix: of the names, before `environment/`.
+    """
     values: dict[str, list[float]] = {}
-    for reported in reports.env_metrics or ():
+    for reported in reports:
         for name, value in (reported or {}).items():
             number = _as_float(value)
             if number is not None:
                 values.setdefault(name, []).append(number)
             elif value is not None:
                 _warn_of_metric(str(name), f"{value!r:.80}")
-    return {f"environment/{name}": sum(v) / len(v) for name, v in values.items()}
+    return {f"{prefix}environment/{name}": sum(v) / len(v) for name, v in values.items()}
 
 
 def _as_float(value: Any) -> float | None:

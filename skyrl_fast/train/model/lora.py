@@ -26,6 +26,7 @@ from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
 from skyrl_fast.rollout.engine.model_layers import linear_modules, linear_names, named_layers
 from skyrl_fast.train.model.base_weights import base_weights_digest, sort_metadata
 from skyrl_fast.train.model.lm_head import freeze_other_parts
+from skyrl_fast.train.model.offload import SMALL_PART, OffloadedStorages
 from skyrl_fast.train.parallel.sharding import local_tensor
 from skyrl_fast.train.parallel.stored_weights import without_memory
 
@@ -39,7 +40,6 @@ PREFIX = "base_model.model."  # prefix of names in PEFT's files
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 BASE_DIGEST = "base_weights"  # key of the weights file's metadata
-SMALL_PART = 1 << 20
 _BASE = ".base_layer."
 _MATRIX = re.compile(r"\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.")
 # Fields of an adapter's config: what the layers' forward pass here and in the engine does not have.
@@ -219,9 +219,7 @@ def merge(
 class FrozenBase:
     """A model's frozen weights, which leave their device while an engine generates there.
 
-    Each storage is emptied and filled in place, so that all views of it stay valid: tied weights,
-    FSDP2's flat shards. Their copies in main memory are made once, as frozen weights never change.
-    Computing without them raises torch's RuntimeError.
+    A rank's are its shards. Their copies in main memory are made once, as they never change.
 
     Args:
         model: with its adapter, which stays on the device.
@@ -231,64 +229,20 @@ class FrozenBase:
     def __init__(self, model: Any, *, small_part: int = SMALL_PART) -> None:
         self._model = model
         self._small_part = small_part
-        self._bytes: list[torch.Tensor] = []  # on the device, of each storage
-        self.copies: list[list[torch.Tensor]] = []  # in parts
-        self.is_loaded = True
+        self.storages: OffloadedStorages | None = None  # once they have left
 
     def offload(self) -> None:
-        if not self.is_loaded:
-            return
-        if not self.copies:
-            self._bytes = _view_frozen_bytes(self._model)
-            self.copies = [self._copy_to_host(one) for one in self._bytes]
-        on_gpu = any(one.device.type == "cuda" for one in self._bytes)
-        if on_gpu:
-            torch.cuda.synchronize()  # FSDP2 reads its shards on streams of its own
-        for one in self._bytes:
-            one.untyped_storage().resize_(0)
-        if on_gpu:
-            torch.cuda.empty_cache()
-        self.is_loaded = False
+        if self.storages is None:
+            frozen = []
+            for p in self._model.parameters():
+                if not p.requires_grad:
+                    frozen.append(local_tensor(p).detach())
+            self.storages = OffloadedStorages(frozen, is_constant=True, small_part=self._small_part)
+        self.storages.offload()
 
     def load(self) -> None:
-        if self.is_loaded:
-            return
-        for one, copies in zip(self._bytes, self.copies, strict=True):
-            one.untyped_storage().resize_(one.numel())
-            for part, copy in zip(one.split(self._part_sizes(one)), copies, strict=True):
-                part.copy_(copy)
-        self.is_loaded = True
-
-    def _copy_to_host(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        pinned = tensor.device.type == "cuda"
-        result: list[torch.Tensor] = []
-        for part in tensor.split(self._part_sizes(tensor)):
-            result.append(torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part))
-        return result
-
-    def _part_sizes(self, tensor: torch.Tensor) -> list[int]:
-        """Return the sizes of a copy's parts: torch rounds pinned memory up to a power of 2."""
-        sizes = []
-        rest = tensor.numel()
-        while rest > self._small_part:
-            sizes.append(1 << (rest.bit_length() - 1))
-            rest -= sizes[-1]
-        return [*sizes, rest]
-
-
-def _view_frozen_bytes(model: Any) -> list[torch.Tensor]:
-    """Return the bytes of each storage of frozen weights; a rank's are its shards."""
-    tensors = []
-    for p in model.parameters():
-        if not p.requires_grad:
-            tensors.append(local_tensor(p).detach())
-    storages = {}
-    for s in (tensor.untyped_storage() for tensor in tensors):
-        storages[id(s)] = s
-    result: list[torch.Tensor] = []
-    for storage in storages.values():
-        result.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-    return result
+        if self.storages is not None:
+            self.storages.load()
 
 
 @contextmanager

@@ -166,6 +166,7 @@ def load_base_policy(config: Config) -> Policy:
         ValueError: there is no usable model, or the settings do not fit it.
     """
     settings = config.trainer
+    _set_threads(settings.num_threads, SINGLE_RANK)
     device = find_device(settings.device)
     model = load_model(
         model_path(config, None),

@@ -32,6 +32,7 @@ from skyrl_fast.train.checkpoint.optimizer_shards import (
     load_shards,
     queue_shards,
 )
+from skyrl_fast.train.model.offload import OffloadedStorages
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     full_tensor,
@@ -102,6 +103,8 @@ class Optimizer:
             {"params": plain, "weight_decay": 0.0},
         ]
         self.adamw = _make_adamw([group for group in groups if group["params"]], config)
+        self._offloaded: OffloadedStorages | None = None  # moments, once they have left
+        self._num_offloaded = 0  # parameters that they are of
 
     @run_on_all_ranks
     def zero_grad(self) -> None:
@@ -136,7 +139,9 @@ class Optimizer:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+            self._load_moments()
             self.adamw.step()
+            self._offload_moments()
         else:
             # It counts as a step: the schedule has as many as the run has mini-batches.
             logger.warning("optimizer step %d skipped: gradient norm %s", self.step_count, norm)
@@ -144,11 +149,38 @@ class Optimizer:
         # Freed, not only cleared: an engine that slept meanwhile wakes up into this memory.
         self.adamw.zero_grad(set_to_none=True)
         skipped = float(not math.isfinite(norm))
-        return {
+        metrics = {
             "policy/grad_norm": norm,
             "policy/lr": rate,
             "policy/nonfinite_steps_skipped": skipped,
         }
+        if self._offloaded is not None:
+            metrics["policy/offloaded_bytes"] = float(self._offloaded.num_bytes)
+        return metrics
+
+    def _offload_moments(self) -> None:
+        """Move the moments to main memory until the next step, if the settings say so."""
+        if not self._config.offload_after_step:
+            return
+        states = dict(self._states())
+        if self._offloaded is None or len(states) != self._num_offloaded:
+            moments = []
+            for state in states.values():
+                for key in SHARDED:
+                    moments += [value for _, value in _local_parts(key, state[key])]
+            self._offloaded = OffloadedStorages(moments)
+            self._num_offloaded = len(states)
+        self._offloaded.offload()
+
+    def _load_moments(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.load()
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a local moment in main memory, wherever it is."""
+        if self._offloaded is None:
+            return tensor.to("cpu", copy=True)
+        return self._offloaded.on_host(tensor)
 
     def _set_numbers(self, numbers: StepNumbers) -> None:
         assert not self._is_8bit
@@ -170,7 +202,7 @@ class Optimizer:
             return
         tensors = {}
         for name, value in self._local_tensors():
-            tensors[name] = value.cpu().contiguous()
+            tensors[name] = self._on_host(value).contiguous()
         save_file(tensors, str(folder / FILE), metadata=self._metadata())
 
     @run_on_all_ranks
@@ -182,6 +214,10 @@ class Optimizer:
             ValueError: a parameter is missing or has another shape, or the state is of another
                 optimizer.
         """
+        self._load_states(folder)
+        self._offload_moments()
+
+    def _load_states(self, folder: Path) -> None:
         if self._is_8bit:
             self._load_8bit(folder)
             return
@@ -208,12 +244,19 @@ class Optimizer:
     @run_on_all_ranks
     def _queue_shards(self, folder: Path) -> None:
         if not self._is_8bit:
-            queue_shards(folder, self.step_count, dict(self._states()), self._unmoved(), self.ranks)
+            queue_shards(
+                folder,
+                self.step_count,
+                dict(self._states()),
+                self._unmoved(),
+                self.ranks,
+                on_host=self._on_host,
+            )
             return
         # Blocks of one number of ranks are none of another's, so that each rank has a file.
         tensors = {}
         for name, value in self._local_tensors():
-            tensors[name] = value.to("cpu", copy=True)
+            tensors[name] = self._on_host(value)
         path = self._local_file(folder.parent)
         metadata = self._metadata()
 

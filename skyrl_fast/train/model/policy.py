@@ -365,7 +365,9 @@ class Policy(TrainedModel):
 
         def of_row(row: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
             logits = self.head.logits(states[: len(row) - 1])
-            logprobs = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+            chosen = logits.gather(1, row[1:, None])[:, 0]
+            # Not log_softmax, whose sum over a large vocabulary is inexact in float32.
+            logprobs = chosen - logits.logsumexp(-1)
             return torch.cat((logprobs, logits.std(-1).mean()[None]))
 
         with torch.no_grad():

@@ -25,6 +25,7 @@ AGENT = "with an agent"
 RANKS = "with several ranks"
 SUMMARIES = "with summaries"
 TEACHERS = "with teachers"
+OFFLOADED = "with moments in main memory"
 
 # How an update's metrics add up, over its passes and over its mini-batches.
 Over = Literal[
@@ -210,8 +211,13 @@ METRICS = (
     ),
     Metric(
         "eval/{data set}/pass_at_{k}",
-        "probability that one of k samples has a reward above 0",
+        "probability that one of k samples passes: has a reward above 0, however small",
         _SHARE,
+    ),
+    Metric(
+        "eval/{data set}/environment/{name}",
+        "mean of what environments or agents reported under a name in an evaluation, such as a "
+        "named part of the reward",
     ),
     Metric("eval/all/avg_num_turns", "turns of a trajectory in an evaluation", "turns"),
     *(
@@ -326,6 +332,13 @@ METRICS = (
         _SHARE,
         "0",
         limit=0,
+        over="mini_batches",
+    ),
+    Metric(
+        "policy/offloaded_bytes",
+        "AdamW's moments that move from main memory and back, in an optimizer step, of rank 0",
+        "bytes",
+        where=OFFLOADED,
         over="mini_batches",
     ),
     Metric("policy/optimizer_steps", "optimizer steps of the batch", "steps"),
@@ -574,6 +587,13 @@ METRICS = (
         "its optimizer steps skipped",
         _SHARE,
         "0",
+        over="mini_batches",
+    ),
+    Metric(
+        "critic/offloaded_bytes",
+        "its moments that move from main memory and back, in an optimizer step, of rank 0",
+        "bytes",
+        where=OFFLOADED,
         over="mini_batches",
     ),
     Metric("critic/optimizer_steps", "its optimizer steps of the batch", "steps"),

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.rollout.engine.engine_actor import enter
-from skyrl_fast.rollout.engine.ray_engine import EngineBundle
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle, enter
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 

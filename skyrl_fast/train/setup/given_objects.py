@@ -141,6 +141,13 @@ class GivenObjects:
         return name
 
 
+def has_one_turn(make_env: MakeEnv | None) -> bool:
+    """Return whether a factory's environments are reward functions, which end in the first turn."""
+    if isinstance(make_env, RewardFunctions):
+        return True
+    return isinstance(make_env, partial) and make_env.func is RewardEnv
+
+
 def _named(config: Config, given: Any, make_env: MakeEnv) -> MakeEnv:
     # Only a name, for records and messages: the factory makes the environments.
     config.environment.env_class = getattr(given, "__name__", type(given).__name__)

@@ -11,10 +11,16 @@ from pathlib import Path
 from skyrl_fast.config import Config, InferenceEngineConfig
 from skyrl_fast.config.distillation import SETTING as DISTILLATION
 from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.ops._backend import main_memory
 from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.memory.gpus import HERE, Gpus
-from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
+from skyrl_fast.train.memory.plan import (
+    gpu_memory,
+    memory_in_use,
+    offload_moments,
+    plan_with_remedies,
+)
 from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
 from skyrl_fast.train.placement import engine_placement
@@ -23,6 +29,7 @@ from skyrl_fast.train.setup.errors import SetupError
 logger = logging.getLogger(__name__)
 
 
+PLANNED_BYTES = 64 << 20  # weights of a model for which a plan on a CPU is worth its seconds
 UNPLANNED_SHARE = 0.5  # gpu_memory_utilization next to a trainer whose memory is unknown
 
 
@@ -106,11 +113,24 @@ def _vocabulary_size(folder: Path) -> int | None:
 
 
 def plan_run_memory(
-    config: Config, checkpoint: Path | None, *, with_engine: bool, gpus: Gpus = HERE
+    config: Config,
+    checkpoint: Path | None,
+    *,
+    with_engine: bool,
+    gpus: Gpus = HERE,
+    memory: int | None = None,
 ) -> MemoryPlan | None:
     """Return the plan of a run on GPUs, and place the engine by it; None on a CPU.
 
+    There a run that needs more than the main memory is warned of: how full passes become, the plan
+    does not know.
+
     Also None, with a warning, for a model that cannot be measured.
+
+    Args:
+        with_engine: whether the run has engines.
+        gpus: of the machine.
+        memory: bytes of main memory; None: this machine's.
 
     Raises:
         SetupError: it does not fit; the message is the plan. Or there is no GPU for the engine's
@@ -120,14 +140,12 @@ def plan_run_memory(
     num_gpus = len(gpus.sizes)
     if find_device(config.trainer.device, has_gpu=num_gpus > 0).type == "cpu":
         _refuse_gpu_settings(engine)
+        planned = _with_folders(config, checkpoint)
+        _warn_of_main_memory(planned, with_engine, memory or main_memory())
         return None
     capacity = gpu_memory(config, with_engine=with_engine, gpus=gpus)
     assert capacity is not None
-    # The plan needs folders where settings may have null; the run keeps its settings.
-    planned = deepcopy(config)
-    if not config.shares_reference:
-        planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
-    planned.trainer.policy.model.path = model_path(config, checkpoint)
+    planned = _with_folders(config, checkpoint)
     in_process = with_engine and config.engine_place.is_here
     if in_process:
         placement = engine_placement(config, num_gpus)
@@ -141,6 +159,7 @@ def plan_run_memory(
                 )
                 placement = replace(placement, weight_sync="file")
                 planned.generator.inference_engine.weight_sync_backend = "file"
+        engine.num_engines = len(placement.engines)
         engine.gpu_ids = list(placement.gpu_ids)
         engine.enable_sleep_mode = placement.sleeps
         engine.weight_sync_backend = placement.weight_sync
@@ -161,9 +180,35 @@ def plan_run_memory(
         return None
     if not plan.fits:
         raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
+    if plan.offloads_moments:
+        offload_moments(config)
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan
+
+
+def _with_folders(config: Config, checkpoint: Path | None) -> Config:
+    """Return the settings with folders where they may have null; the run keeps its settings."""
+    planned = deepcopy(config)
+    if not config.shares_reference:
+        planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
+    planned.trainer.policy.model.path = model_path(config, checkpoint)
+    return planned
+
+
+def _warn_of_main_memory(config: Config, with_engine: bool, memory: int) -> None:
+    """Warn if a run on the CPU needs more memory than the machine has, with what would fit."""
+    folder = model_folder(str(config.trainer.policy.model.path))
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if weights < PLANNED_BYTES:
+        return
+    config.trainer.device = "cpu"
+    try:
+        plan = plan_with_remedies(config, capacity=memory, with_engine=with_engine)
+    except UnmeasurableError:  # as on a GPU, but nothing depends on this plan
+        return
+    if not plan.fits:
+        logger.warning("the run may need more memory than this machine has:\n%s", plan)
 
 
 def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:

@@ -14,6 +14,8 @@ Each with the versions that need it, and a test that fails without it:
   trainer's: `test_kept_tokens.py::test_logprobs_are_stored_without_texts`.
 - `seeded_sampling`, for speed on a CPU, all versions:
   `test_seeded_sampling.py::test_top_k_and_requests_without_seeds`.
+- `normalized_logprobs`, for right results on a CPU, all versions:
+  `test_seeded_sampling.py::test_logprobs_of_a_large_vocabulary_are_exact`.
 - `adapter_products`, for speed with LoRA on a CPU, and for right results where only some requests
   have an adapter, all versions: `test_lora_engine.py::test_adapters_are_multiplied_one_by_one`.
 - `expert_kernels`, with which mixtures of experts run on a CPU next to adapters, 0.30:

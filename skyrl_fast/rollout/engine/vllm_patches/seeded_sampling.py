@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from skyrl_fast.rollout.engine.vllm_patches.normalized_logprobs import log_softmax
+
 BLOCK = 64  # numbers that a generator draws at once: a call of torch takes as long as for one
 
 
@@ -41,7 +43,7 @@ def sample_by_inversion(sampler: Any) -> bool:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, k, p)
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        logprobs = log_softmax(logits)
         returned = {"processed_logits": logits, "processed_logprobs": logprobs}
         return draw_tokens(logprobs, generators, numbers), returned.get(draw.logprobs_mode)
 

@@ -16,6 +16,7 @@ from skyrl_fast.rollout.engine.vllm_patches.adapter_products import multiply_by_
 from skyrl_fast.rollout.engine.vllm_patches.compiled_norms import use_compiled_norms
 from skyrl_fast.rollout.engine.vllm_patches.expert_kernels import use_cpu_experts
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
+from skyrl_fast.rollout.engine.vllm_patches.normalized_logprobs import normalize_logprobs
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
@@ -54,6 +55,7 @@ class WeightUpdateExtension:
         return self.patches
 
     def _patch_cpu_kernels(self, patches: dict[str, bool]) -> None:
+        patches["normalized_logprobs"] = normalize_logprobs(self.model_runner.sampler)
         patches["adapter_products"] = self.model_runner.lora_config is not None
         if patches["adapter_products"]:
             multiply_by_adapter()

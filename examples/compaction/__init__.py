@@ -1,0 +1,1 @@
+"""Compaction: a task whose facts do not fit into the context."""

@@ -503,7 +503,7 @@ FAULTS = (
     Fault(
         "a part of the store is published before it is complete",
         "skyrl_fast/trajectory_store/writer.py",
-        "            partial.replace(self._folder / name)\n        finally:",
+        "            partial.replace(path)\n        finally:",
         "            pass\n        finally:",
         ("viewer/test_trajectory_store.py", "viewer/test_trajectory_writing.py"),
     ),

@@ -32,7 +32,8 @@ def find_unguarded_call(main: ModuleType | None = None) -> Place | None:
     """
     main = main or sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
-    name = getattr(getattr(main, "__spec__", None), "name", "")
+    spec = getattr(main, "__spec__", None)
+    name = getattr(spec, "name", "")
     if file is None or name.rpartition(".")[2] == "__main__":
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -64,7 +65,8 @@ def _asks(statement: ast.If | ast.Match) -> bool:
     else:
         condition = statement.subject
     for node in ast.walk(condition):
-        name = getattr(node, "id", None) or getattr(node, "attr", None)
-        if name in _QUESTIONS:
+        if getattr(node, "id", None) in _QUESTIONS:
+            return True
+        if getattr(node, "attr", None) in _QUESTIONS:
             return True
     return False

@@ -218,7 +218,7 @@ def test_the_warm_start_writes_a_model_that_the_engine_loads(tmp_path: Path) -> 
 @pytest.mark.vllm
 @pytest.mark.timeout(3600)
 def test_trained_summaries_raise_the_reward_and_masked_ones_do_not(tmp_path: Path) -> None:
-    """The bounds come from one seed: from 0.42 to 0.77 when trained, to 0.39 when masked."""
+    """Three seeds went from 0.39 to 0.76 when trained; after ten masked steps they had 0.31."""
 
     def scores(name: str, *settings: str) -> list[float]:
         run_path = f"trainer.run_path=compaction/{name}"

@@ -228,7 +228,7 @@ async def test_a_late_parser_neither_stops_the_loop_nor_hangs() -> None:
 def test_calls_that_cannot_be_parsed_are_noticed_after_vllm_has_started(
     tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Its start configures the loggers of vLLM anew, which drops what others had added."""
+    """Its start resets the loggers of vLLM, which drops handlers that others had added."""
     pytest.importorskip("vllm")
     parser = ToolCallParser("hermes", tiny_tokenizer)
     engine_environment(VllmSetup("m", log_file=str(tmp_path / "engine.log"), on_cpu=True))

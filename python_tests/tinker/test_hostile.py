@@ -66,7 +66,7 @@ class TwiceApp(TinkerApp):
         async def lose(message: Any) -> None:
             pass
 
-        # A session that is opened twice has two names, one of which nobody uses.
+        # A session that is opened twice has two names, one of which is not used.
         await super().__call__(dict(scope), receive_again, lose)
         await super().__call__(dict(scope), receive_again, send)
 
@@ -140,7 +140,7 @@ def test_open_futures_of_one_client_do_not_stop_another(
     undisturbed = new_model(client, tiny_model_folder)
     assert torch.equal(train(calm, 2, *TOKENS), train(undisturbed, 2, *TOKENS))
     flooding.forward_backward([datum(*TOKENS)], "cross_entropy").result()
-    # The last one is answered, though nobody asks for those before it.
+    # The last one is answered, though those before it are not asked for.
     answer = session.post("retrieve_future", json=accepted[-1])
     while answer.status_code == 408:
         answer = session.post("retrieve_future", json=accepted[-1])

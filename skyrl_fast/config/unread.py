@@ -131,19 +131,20 @@ def _readers_of_losses() -> Iterator[Reader]:
     for loss in POLICY_LOSSES.values():
         section = getattr(defaults, loss.name, None)
         if is_dataclass(section):
-            yield _reader_of_losses(loss.name, [loss.name])
+            yield _reader_of_choices(loss.name, "policy_loss_type", [loss.name])
         for item in fields(loss.settings):
             if not hasattr(section, item.name):
                 shared.setdefault(item.name, []).append(loss.name)
     for key, losses in shared.items():
-        yield _reader_of_losses(key, losses)
+        yield _reader_of_choices(key, "policy_loss_type", losses)
 
 
-def _reader_of_losses(key: str, losses: Sequence[str]) -> Reader:
+def _reader_of_choices(key: str, chosen_by: str, names: Sequence[str]) -> Reader:
+    """Return the reader of a setting that some choices of another setting read."""
     return Reader(
         _algorithm(key),
-        f"without {ALGORITHM}.policy_loss_type={_or(losses)}",
-        lambda config: config.trainer.algorithm.policy_loss_type in losses,
+        f"without {ALGORITHM}.{chosen_by}={_or(names)}",
+        lambda config: getattr(config.trainer.algorithm, chosen_by) in names,
     )
 
 
@@ -155,15 +156,7 @@ def _readers_of_estimators() -> Iterator[Reader]:
             if getattr(defaults, key) is not True:  # else the only other value asks for nothing
                 readers.setdefault(key, []).append(spec.name)
     for key, names in readers.items():
-        yield _reader_of_estimators(key, names)
-
-
-def _reader_of_estimators(key: str, names: Sequence[str]) -> Reader:
-    return Reader(
-        _algorithm(key),
-        f"without {ALGORITHM}.advantage_estimator={_or(names)}",
-        lambda config: config.trainer.algorithm.advantage_estimator in names,
-    )
+        yield _reader_of_choices(key, "advantage_estimator", names)
 
 
 def _correction_reader(settings: Sequence[str], name: str, value: str) -> Reader:

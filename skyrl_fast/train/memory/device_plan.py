@@ -122,6 +122,11 @@ class MemoryPlan:
     def fits(self) -> bool:
         return all(device.fits for device in self.devices)
 
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes that the fullest device lacks; less than 0 where all fits."""
+        return max(device.total - device.capacity for device in self.devices)
+
     def __str__(self) -> str:
         lines = [str(device) for device in self.devices]
         if self.drawing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -187,12 +188,13 @@ class _Planner:
         Where moments on the GPUs do not fit, and settings leave it open, they are offloaded.
         """
         plan = self.plan_as_set(config, with_activations=with_activations)
-        names = _open_offloads(config)
-        if plan.fits or not names or _device(config).type == "cpu":
+        is_open = bool(_open_offloads(config))
+        if plan.fits or not is_open or _device(config).type == "cpu":
             return plan
-        offloaded = with_settings(config, dict.fromkeys(names, True))
+        offloaded = deepcopy(config)
+        offload_moments(offloaded)
         other = self.plan_as_set(offloaded, with_activations=with_activations)
-        if _lacking(other) < _lacking(plan):
+        if other.lacking_bytes < plan.lacking_bytes:
             return replace(other, offloads_moments=True)
         return plan
 
@@ -238,28 +240,19 @@ class _Planner:
             return None
 
 
-def _lacking(plan: MemoryPlan) -> int:
-    """Return the bytes that the fullest GPU lacks; less than 0 where all fits."""
-    return max(device.total - device.capacity for device in plan.devices)
-
-
-def _open_offloads(config: Config) -> list[str]:
-    """Return the settings that leave it open whether moments are in main memory."""
+def _open_offloads(config: Config) -> list[OptimizerConfig]:
+    """Return the optimizers whose settings leave it open whether moments are in main memory."""
     trainer = config.trainer
-    found = []
-    if trainer.policy.optimizer_config.offload_after_step is None:
-        found.append("trainer.policy.optimizer_config.offload_after_step")
-    has_critic = trainer.critic.model.path is not None
-    if has_critic and trainer.critic.optimizer_config.offload_after_step is None:
-        found.append("trainer.critic.optimizer_config.offload_after_step")
-    return found
+    optimizers = [trainer.policy.optimizer_config]
+    if trainer.critic.model.path is not None:
+        optimizers.append(trainer.critic.optimizer_config)
+    return [one for one in optimizers if one.offload_after_step is None]
 
 
 def offload_moments(config: Config) -> None:
     """Decide in place what the settings leave open, as a plan with `offloads_moments` has it."""
-    for name in _open_offloads(config):
-        model = name.split(".")[1]
-        getattr(config.trainer, model).optimizer_config.offload_after_step = True
+    for optimizer in _open_offloads(config):
+        optimizer.offload_after_step = True
 
 
 @dataclass(slots=True)

@@ -99,13 +99,13 @@ class _Nearest:
         self._bounded: list[tuple[int, Settings]] = []  # bytes that each lacks at least
 
     def see(self, settings: Settings, plan: MemoryPlan) -> None:
-        lacking = _lacking_bytes(plan)
+        lacking = plan.lacking_bytes
         if not self.lacking_bytes or lacking < self.lacking_bytes:
             self.settings = settings
             self.lacking_bytes = lacking
 
     def see_bound(self, settings: Settings, bound: MemoryPlan) -> None:
-        self._bounded.append((_lacking_bytes(bound), settings))
+        self._bounded.append((bound.lacking_bytes, settings))
 
     def settle(self, plan: PlanSettings) -> None:
         """Plan those of which only a bound is known, as far as they may lack less."""
@@ -184,10 +184,6 @@ def _fits(plan: PlanSettings, settings: Settings) -> bool:
         return False
     planned = plan(settings)
     return planned is not None and planned.fits
-
-
-def _lacking_bytes(plan: MemoryPlan) -> int:
-    return max(device.total - device.capacity for device in plan.devices)
 
 
 def join_overrides(settings: Settings) -> str:

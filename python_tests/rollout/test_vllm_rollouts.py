@@ -108,6 +108,31 @@ def test_tolerance_replaces_the_limits_of_the_dtype(
     assert (probe.dtype, probe.limits) == (dtype, limits)
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ([], "auto"),
+        (["trainer.policy.dtype=bfloat16"], "bfloat16"),
+        (["trainer.policy.dtype=float32"], "float32"),
+        (
+            [
+                "trainer.policy.dtype=bfloat16",
+                "generator.inference_engine.model_dtype=float32",
+            ],
+            "float32",
+        ),
+    ],
+)
+def test_an_engine_computes_in_the_dtype_of_the_policy(
+    settings: list[str], dtype: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
+    config = load_config(None, [*needed, *settings])
+    setup = make_vllm_setup(config, str(tmp_path))
+    assert setup.engine.model_dtype == dtype
+
+
 def test_sequences_that_change_each_other_in_the_engine_are_noticed(
     tiny_tokenizer: Any, tmp_path: Path
 ) -> None:

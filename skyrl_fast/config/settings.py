@@ -645,6 +645,14 @@ class Config:
         return self.generator.inference_engine.num_engines or 1
 
     @property
+    def engine_dtype(self) -> str:
+        """Dtype of the engines, by name; "auto": the default of the device."""
+        chosen = self.generator.inference_engine.model_dtype
+        if chosen == "auto":
+            return self.trainer.policy.dtype
+        return chosen
+
+    @property
     def engine_weights(self) -> EngineWeights:
         """What the engines get after an update."""
         if not self.trains_adapter:

@@ -355,7 +355,7 @@ def _make_setup(config: Config, name: str, number: int) -> VllmSetup:
     return VllmSetup(
         model=folder,
         engine=InferenceEngineConfig(
-            model_dtype=engine.model_dtype,
+            model_dtype=config.engine_dtype,
             enforce_eager=engine.enforce_eager,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,

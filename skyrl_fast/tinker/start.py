@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
@@ -105,7 +105,7 @@ def _engine_setup(
 ) -> VllmSetup:
     return VllmSetup(
         model=folder,
-        engine=config.generator.inference_engine,
+        engine=replace(config.generator.inference_engine, model_dtype=config.engine_dtype),
         max_model_len=longest,
         seed=config.trainer.seed,
         log_file=str(options.folder / ENGINE_LOG),

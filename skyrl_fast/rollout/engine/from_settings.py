@@ -246,7 +246,7 @@ def make_vllm_setup(config: settings.Config, model_path: str, *, hub: ModelHub =
     model_path = _find_cached_folder(model_path, hub)
     return VllmSetup(
         model=model_path,
-        engine=config.generator.inference_engine,
+        engine=replace(config.generator.inference_engine, model_dtype=config.engine_dtype),
         max_model_len=_check_longest_sequence(config, model_path),
         seed=config.trainer.seed,
         log_file=str(Path(config.trainer.run_path) / ENGINE_LOG),

@@ -389,7 +389,7 @@ class VllmRollouts:
         return probes[0]
 
     def _make_policy_probe(self, engine: Engine, policy: Policy, name: str | None) -> WeightProbe:
-        chosen = self._config.generator.inference_engine.model_dtype
+        chosen = self._config.engine_dtype
         if chosen == "auto":
             dtype = policy.dtype
         else:

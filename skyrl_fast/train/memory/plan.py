@@ -403,7 +403,7 @@ def _plan_main_memory(
 
 
 def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
-    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    item = _dtype(config.engine_dtype).itemsize
     if config.trains_adapter:
         base = size.frozen_parameters
     else:
@@ -445,7 +445,7 @@ def _device(config: Config) -> torch.device:
 
 def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int:
     """Return the main memory of a file's weights, and of those of a sleeping engine."""
-    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    item = _dtype(config.engine_dtype).itemsize
     sends_adapter = config.engine_weights is EngineWeights.ADAPTER
     sent = size.trained_parameters if sends_adapter else size.parameters
     parameters = 0
@@ -715,7 +715,7 @@ def _engine_item(
 def engine_bytes(config: Config, size: ModelSize) -> int:
     """Estimate the least bytes of the engine: weights, the longest sequence's keys and values."""
     engine = config.generator.inference_engine
-    item = _dtype(engine.model_dtype).itemsize
+    item = _dtype(config.engine_dtype).itemsize
     logits = FLOAT32_BYTES * engine.max_num_seqs * size.vocab_size * LOGIT_COPIES
     keys_and_values = item * size.kv_values * _engine_length(config)
     return item * size.parameters + keys_and_values + logits + ENGINE_SLACK
@@ -723,7 +723,7 @@ def engine_bytes(config: Config, size: ModelSize) -> int:
 
 def broadcast_bytes(config: Config, size: ModelSize) -> int:
     """Return the bytes of the largest bucket of a broadcast."""
-    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    item = _dtype(config.engine_dtype).itemsize
     # A larger tensor is a bucket by itself; the embedding is the largest of these policies.
     return max(BUCKET_BYTES, item * size.vocab_size * size.hidden_size)
 

@@ -33,14 +33,15 @@ def prepare(folder: Path, *, seed: int = 0) -> None:
     """Create `packages`, `model` and `data` in the folder if they are missing."""
     from examples.smollm.make_data import make_data
 
-    make_once(folder / "packages", _install)
+    make_once(folder / "packages", lambda path: install(path, PACKAGES))
     make_once(folder / "model", lambda path: _convert(folder / "packages", path))
     make_once(folder / "data", lambda path: make_data(path, seed=seed))
 
 
-def _install(folder: Path) -> None:
+def install(folder: Path, packages: Sequence[str]) -> None:
+    """Install packages into a folder, without what they depend on."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    subprocess.run([*pip, str(folder), *PACKAGES], check=True)
+    subprocess.run([*pip, str(folder), *packages], check=True)
 
 
 def _convert(packages: Path, out: Path) -> None:

@@ -1,12 +1,12 @@
 """What a model can do at the start: each task of reasoning-gym, at its easiest level.
 
-    python examples/reasoning_gym/probe.py
-    python examples/reasoning_gym/probe.py --marks --tasks lcm gcd --questions 16 --samples 8
+    python examples/reasoning_gym/probe.py --out DIR
+    python examples/reasoning_gym/probe.py --tasks lcm gcd --questions 16 --samples 8 --out DIR
 
 Samples from SmolLM2-135M-Instruct as an evaluation of a run does, and prints a table: the share of
-replies with an answer, the mean score by the task's own checker, the share of right ones, and what
-the best constant answer scores. All of a reply is the answer, or with --marks what it has between
-`<answer>` and `</answer>`. A task is worth training where some samples are right, few of
+replies with an answer between its marks, and the mean score by the task's own checker where the
+answer is what stands there, the last number of the reply, or all of it; and what the best constant
+answer scores. A task is worth training where some samples are right, few of
 the questions have the same answer, and questions and answers are short. One engine samples all
 tasks; those with questions of more than 400 tokens, or that take a second to make, are left out.
 """
@@ -28,10 +28,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
+from examples.reasoning_gym.last_number import LastNumber  # noqa: E402
 from examples.reasoning_gym.packages import install, make_importable  # noqa: E402
 from examples.smollm.run import prepare as prepare_smollm  # noqa: E402
 from examples.tiny_model.recipe import make_once  # noqa: E402
-from skyrl_fast.adapters.reasoning_gym_env import ReasoningGymEnv, reasoning_gym_rows  # noqa: E402
+from skyrl_fast.adapters.reasoning_gym_env import (  # noqa: E402
+    COLUMN,
+    ReasoningGymEnv,
+    reasoning_gym_rows,
+)
 
 SMOLLM = Path("runs/smollm")
 PACKAGES = Path("runs/reasoning_gym/packages")
@@ -48,8 +53,9 @@ class Probed:
     task: str
     level: int | None
     answered: float
-    score: float
-    right: float
+    marks: float
+    last_number: float
+    all_text: float
     constant_score: float
     constant: str
     questions_tried: int
@@ -57,12 +63,12 @@ class Probed:
     answer_tokens: float
 
 
-def rows_of(task: str, number: int, *, marks: bool = False) -> list[dict[str, Any]]:
+def rows_of(task: str, number: int) -> list[dict[str, Any]]:
     """Return questions of the task's easiest level, or of its default settings without one."""
     try:
-        return reasoning_gym_rows(task, number, level=0, marks=marks)
+        return reasoning_gym_rows(task, number, level=0)
     except ValueError:  # no curriculum, or one whose first level its own check refuses
-        return reasoning_gym_rows(task, number, marks=marks)
+        return reasoning_gym_rows(task, number)
 
 
 def best_constant(task: str, number: int) -> tuple[float, str, int]:
@@ -77,8 +83,7 @@ def best_constant(task: str, number: int) -> tuple[float, str, int]:
     ((constant, _),) = Counter(map(str, answers)).most_common(1)
     scores = []
     for row in rows[: len(answers)]:
-        step = ReasoningGymEnv(row).step(constant)
-        scores.append(step.reward["reward"])  # type: ignore[index]
+        scores.append(ReasoningGymEnv(row)._score(constant))
         if time.monotonic() > 2 * SECONDS_FOR_ANSWERS + deadline:
             break
     return statistics.mean(scores), constant, len(scores)
@@ -89,7 +94,7 @@ def sample(rows: list[dict[str, Any]], options: argparse.Namespace) -> Path:
     from skyrl_fast import evaluate
 
     out = options.out.absolute()
-    sampling = {"max_generate_length": options.longest, "temperature": 1.0}
+    sampling = {"max_generate_length": options.longest, "temperature": options.temperature}
     settings = {
         "trainer": {"policy": {"model": {"path": str(SMOLLM / "model")}}, "seed": 42},
         "generator": {
@@ -104,33 +109,50 @@ def sample(rows: list[dict[str, Any]], options: argparse.Namespace) -> Path:
     return results[0].folder
 
 
-def probed(folder: Path, levels: dict[str, int | None], number: int) -> list[Probed]:
-    """Return each task's figures, the most often right first."""
+def probed(folder: Path, rows: list[dict[str, Any]], number: int, tokenizer: Any) -> list[Probed]:
+    """Return each task's figures, the best first.
+
+    Args:
+        folder: of the trajectories.
+        rows: the questions, in the order of the trajectories' numbers.
+        number: of questions for constant answers.
+        tokenizer: of the model.
+    """
     from skyrl_fast.trajectory_store import read_trajectories
 
-    by_task: dict[str, list[Any]] = {task: [] for task in levels}
+    by_task: dict[str, list[Any]] = {row[COLUMN]["task"]: [] for row in rows}
     for trajectory in read_trajectories(folder):
-        task = trajectory.entry.data_source.partition("_level_")[0]
-        by_task[task].append(trajectory)
+        row = rows[int(trajectory.entry.uid.removeprefix("eval-"))]
+        (step,) = trajectory.steps
+        text = tokenizer.decode(step.response_ids, skip_special_tokens=True)
+        between_marks, last_number = ReasoningGymEnv(row), LastNumber(row)
+        by_task[row[COLUMN]["task"]].append(
+            {
+                "level": row[COLUMN]["level"],
+                "answered": between_marks.read_answer(text) is not None,
+                "marks": between_marks._score(between_marks.read_answer(text)),
+                "last_number": last_number._score(last_number.read_answer(text)),
+                "all_text": between_marks._score(text.strip()),
+                "question_tokens": len(step.prompt_token_ids),
+                "answer_tokens": len(step.response_ids),
+            }
+        )
     found = []
-    for task, trajectories in by_task.items():
-        steps = [trajectory.steps[0] for trajectory in trajectories]
+    for task, replies in by_task.items():
         constant_score, constant, tried = best_constant(task, number)
+        level = replies[0].pop("level")
+        means = {name: _mean(reply[name] for reply in replies) for name in replies[0]}
         found.append(
             Probed(
                 task=task,
-                level=levels[task],
-                answered=_mean(t.env_metrics.get("answered", 0.0) for t in trajectories),
-                score=_mean(t.entry.reward or 0.0 for t in trajectories),
-                right=_mean(t.env_metrics.get("solved", 0.0) for t in trajectories),
+                level=level,
                 constant_score=constant_score,
                 constant=constant,
                 questions_tried=tried,
-                question_tokens=_mean(len(step.prompt_token_ids) for step in steps),
-                answer_tokens=_mean(len(step.response_ids) for step in steps),
+                **means,
             )
         )
-    return sorted(found, key=lambda one: (-one.right, -one.score, one.task))
+    return sorted(found, key=lambda one: (-max(one.marks, one.last_number, one.all_text), one.task))
 
 
 def _mean(values: Any) -> float:
@@ -140,14 +162,16 @@ def _mean(values: Any) -> float:
 def report(found: Sequence[Probed]) -> None:
     """Print a table."""
     print(
-        "| task | level | answered | score | right | best constant answer scores "
-        "| tokens of question, answer |\n|---|---|---:|---:|---:|---|---|"
+        "| task | level | with marks | score: between marks | last number | all of the reply "
+        "| best constant answer scores | tokens of question, reply |\n"
+        "|---|---|---:|---:|---:|---:|---|---|"
     )
     for one in found:
         level = "default" if one.level is None else str(one.level)
         constant = one.constant.replace("\n", " ").replace("|", "/")[:16]
         print(
-            f"| {one.task} | {level} | {one.answered:.2f} | {one.score:.3f} | {one.right:.3f} "
+            f"| {one.task} | {level} | {one.answered:.2f} | {one.marks:.3f} "
+            f"| {one.last_number:.3f} | {one.all_text:.3f} "
             f"| {one.constant_score:.3f} (`{constant}`, {one.questions_tried} questions) "
             f"| {one.question_tokens:.0f}, {one.answer_tokens:.0f} |"
         )
@@ -163,10 +187,10 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", help="default: all")
     parser.add_argument("--questions", type=int, default=4, help="of each task")
     parser.add_argument("--samples", type=int, default=4, help="of each question")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--longest", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--dtype", default="bfloat16", help="of the engine")
     parser.add_argument("--constant", type=int, default=200, help="questions for constant answers")
-    parser.add_argument("--marks", action="store_true", help="read answers between their marks")
     options = parser.parse_args()
     os.chdir(options.base)
     make_once(PACKAGES, install)
@@ -178,24 +202,22 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM / "model")
     rows: list[dict[str, Any]] = []
-    levels: dict[str, int | None] = {}
     for task in options.tasks or sorted(DATASETS.keys() - MIXED_BY_US):
         started = time.perf_counter()
-        asked = rows_of(task, options.questions, marks=options.marks)
+        asked = rows_of(task, options.questions)
         if time.perf_counter() - started > SECONDS_OF_QUESTION * options.questions:
             continue
         texts = [row["prompt"][0]["content"] for row in asked]
         if max(len(tokenizer.encode(text)) for text in texts) > LONGEST_QUESTION - 50:
             continue  # 50: of the chat template
         rows += asked
-        levels[task] = asked[0]["reasoning_gym"]["level"]
     started = time.perf_counter()
     folder = sample(rows, options)
     seconds = time.perf_counter() - started
-    found = probed(folder, levels, options.constant)
+    found = probed(folder, rows, options.constant, tokenizer)
     report(found)
     number = len(rows) * options.samples
-    print(f"\n{number} answers to {len(levels)} tasks in {seconds:.0f} s, engine included")
+    print(f"\n{number} answers to {len(found)} tasks in {seconds:.0f} s, engine included")
     lines = [json.dumps({name: getattr(one, name) for name in Probed.__slots__}) for one in found]
     (folder / "probe.jsonl").write_text("\n".join(lines) + "\n")
 

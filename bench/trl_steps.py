@@ -70,7 +70,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["trl", "step", "auto"])
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, help="of a pass of TRL; default: of a mini-batch")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        help="of a pass of TRL, and of the fixed batch; default: of a mini-batch",
+    )
     parser.add_argument("--one", choices=(*KINDS, "fixed"), help="run one kind; print JSON")
     options = parser.parse_args()
     root = str(Path(__file__).resolve().parents[1])
@@ -86,7 +90,11 @@ def main() -> None:
         overrides = [*settings, "trainer.rows=step"]  # one turn: the same rows
         if options.one == "fixed":
             overrides.append("trainer.policy.model.lora.rank=0")
-            result: dict[str, Any] = fixed_batch(load_config(str(recipe.config), overrides))
+            config = load_config(str(recipe.config), overrides)
+            if options.rows is not None:
+                prompts = options.rows // config.generator.n_samples_per_prompt
+                config.trainer.policy_mini_batch_size = max(1, prompts)
+            result: dict[str, Any] = fixed_batch(config)
         elif options.one == "trl":
             result = trl_run(load_config(str(recipe.config), overrides), options)
         else:
@@ -343,7 +351,7 @@ def reward_of(config: Config, rows: dict[str, dict[str, Any]]) -> Callable[..., 
         if "reasoning_gym" in row:
             from examples.reasoning_gym.last_number import LastNumber
 
-            return float(LastNumber(row).step(text).reward["reward"])  # type: ignore[call-overload,index]
+            return float(LastNumber(row).step(text).reward["reward"])
         from examples.smollm.agent import rewarded
 
         return rewarded(text, row["answer"])

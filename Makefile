@@ -5,7 +5,7 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 smollm bfcl test latest test-slow spec sizes screenshots sanitize check cuda-check gpu-check bench plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm reasoning-gym bfcl test latest test-slow spec sizes screenshots sanitize check cuda-check gpu-check bench plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ smollm: setup ## recipe: SmolLM2-135M, a real pretrained model, through the gate
 
 bfcl: setup ## recipe: SmolLM2-135M learns to call functions, by BFCL's own checker; ARGS="key=value"
 	$(PY) examples/bfcl/run.py $(ARGS)
+
+reasoning-gym: setup ## recipe: SmolLM2-135M on a task of reasoning-gym, by its own checker; ARGS="key=value"
+	$(PY) examples/reasoning_gym/run.py $(ARGS)
 
 test: setup ## default tests, including real vLLM
 	$(PY) $(PYTEST) $(ARGS)

@@ -2,7 +2,8 @@
 
     python -m bench.trl_steps [--recipe gsm8k] [--base .] [--batches 12] [--rounds 3]
 
-Recipes are those of examples/: "gsm8k" and "smollm" of one turn, "quickstart" of several (SQL in a
+Recipes are those of examples/: "gsm8k", "smollm" and "reasoning_gym" of one turn, the last with an
+adapter, "quickstart" of several (SQL in a
 database). Missing models and data are created, as `make gsm8k` and so on do. Both sides train the
 same prompts, answers of the same lengths, optimizer steps, KL term and learning rate, which all
 come from the recipe's config. "step" and "merged" are ours with rows as sequences, "auto" is ours
@@ -36,12 +37,18 @@ import psutil
 
 from examples.gsm8k.run import RECIPES as GSM8K
 from examples.quickstart.run import RECIPES as QUICKSTART
+from examples.reasoning_gym.run import RECIPES as REASONING_GYM
 from examples.smollm.run import RECIPES as SMOLLM
 from examples.tiny_model.recipe import SPINS
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 
-RECIPES = {"gsm8k": GSM8K["single_turn"], **SMOLLM, **QUICKSTART}
+RECIPES = {
+    "gsm8k": GSM8K["single_turn"],
+    "reasoning_gym": REASONING_GYM["task"],
+    **SMOLLM,
+    **QUICKSTART,
+}
 FORMS = {
     "step": ("trainer.row_layout=sequence",),
     "auto": ("trainer.row_layout=auto",),
@@ -63,6 +70,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["trl", "step", "auto"])
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--rows",
+        type=int,
+        help="of a pass of TRL, and of the fixed batch; default: of a mini-batch",
+    )
     parser.add_argument("--one", choices=(*KINDS, "fixed"), help="run one kind; print JSON")
     options = parser.parse_args()
     root = str(Path(__file__).resolve().parents[1])
@@ -77,7 +89,12 @@ def main() -> None:
     with recipe.service(recipe.folder) as settings:
         overrides = [*settings, "trainer.rows=step"]  # one turn: the same rows
         if options.one == "fixed":
-            result: dict[str, Any] = fixed_batch(load_config(str(recipe.config), overrides))
+            overrides.append("trainer.policy.model.lora.rank=0")
+            config = load_config(str(recipe.config), overrides)
+            if options.rows is not None:
+                prompts = options.rows // config.generator.n_samples_per_prompt
+                config.trainer.policy_mini_batch_size = max(1, prompts)
+            result: dict[str, Any] = fixed_batch(config)
         elif options.one == "trl":
             result = trl_run(load_config(str(recipe.config), overrides), options)
         else:
@@ -123,6 +140,8 @@ def child(options: argparse.Namespace, kind: str) -> dict[str, Any]:
     """Return the result of a run in a process of its own, with the peaks of its memory."""
     command = [sys.executable, "-m", "bench.trl_steps", f"--recipe={options.recipe}"]
     command += [f"--batches={options.batches}", "--one", kind]
+    if options.rows is not None:
+        command.append(f"--rows={options.rows}")
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         largest = total = 0.0
@@ -198,7 +217,8 @@ def trl_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
             times.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trl_trainer(config, folder, updates * (WARM_UP + options.batches), [Clock()])
+        steps = updates * (WARM_UP + options.batches)
+        trainer = trl_trainer(config, folder, steps, [Clock()], rows_of_pass=options.rows)
         generate = trainer._generate
 
         def timed(prompts: list[Any]) -> Any:
@@ -228,8 +248,19 @@ def optimizer_steps(config: Config) -> int:
     return config.trainer.train_batch_size // config.trainer.policy_mini_batch_size
 
 
-def trl_trainer(config: Config, folder: str, steps: int, callbacks: list[Any]) -> Any:
-    """Return TRL's trainer for the recipe's model, data, batch and optimizer."""
+def trl_trainer(
+    config: Config,
+    folder: str,
+    steps: int,
+    callbacks: list[Any],
+    *,
+    rows_of_pass: int | None = None,
+) -> Any:
+    """Return TRL's trainer for the recipe's model, data, batch and optimizer.
+
+    Args:
+        rows_of_pass: rows of a forward and backward pass; None: those of a mini-batch.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import trl
     from datasets import Dataset
@@ -247,12 +278,16 @@ def trl_trainer(config: Config, folder: str, steps: int, callbacks: list[Any]) -
     rollout = None
     if generator.max_turns > 1:
         rollout = rollout_of(config, rows, tokenizer)
+    mini_batch = trainer.policy_mini_batch_size * generator.n_samples_per_prompt
+    size = rows_of_pass or mini_batch
+    passes = mini_batch // size
     optimizer, algorithm = trainer.policy.optimizer_config, trainer.algorithm
     settings = trl.GRPOConfig(
         output_dir=folder,
         max_steps=steps,
-        per_device_train_batch_size=trainer.policy_mini_batch_size * generator.n_samples_per_prompt,
-        steps_per_generation=optimizer_steps(config),
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=passes,
+        steps_per_generation=optimizer_steps(config) * passes,
         num_generations=generator.n_samples_per_prompt,
         max_completion_length=generator.sampling_params.max_generate_length,
         learning_rate=optimizer.lr,
@@ -281,6 +316,19 @@ def trl_trainer(config: Config, folder: str, steps: int, callbacks: list[Any]) -
         train_dataset=Dataset.from_dict({"prompt": [row["prompt"] for row in rows.values()]}),
         callbacks=callbacks,
         rollout_func=rollout,
+        peft_config=adapter_of(config),
+    )
+
+
+def adapter_of(config: Config) -> Any:
+    """Return PEFT's settings of the recipe's adapter; None: all weights are trained."""
+    if not config.trains_adapter:
+        return None
+    from peft import LoraConfig
+
+    lora = config.trainer.policy.model.lora
+    return LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
 
 
@@ -300,6 +348,10 @@ def reward_of(config: Config, rows: dict[str, dict[str, Any]]) -> Callable[..., 
             from skyrl_gym.envs.gsm8k.utils import compute_score
 
             return float(compute_score(text, row["reward_spec"]["ground_truth"]))
+        if "reasoning_gym" in row:
+            from examples.reasoning_gym.last_number import LastNumber
+
+            return float(LastNumber(row).step(text).reward["reward"])
         from examples.smollm.agent import rewarded
 
         return rewarded(text, row["answer"])

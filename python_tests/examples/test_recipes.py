@@ -62,10 +62,13 @@ def test_every_configuration_is_valid(path: Path) -> None:
     base = path.with_name("config.yaml")
     if path.parent.name == "gateway":  # variants of the quickstart
         base = EXAMPLES / "quickstart/config.yaml"
-    is_overlay = path.name in ("cluster.yaml", "lora.yaml", "policies.yaml")
+    is_overlay = path.name in ("cluster.yaml", "lora.yaml", "policies.yaml", "weights.yaml")
     config = load_config(base, [str(path)]) if is_overlay else load_config(path)
     assert config.trainer.run_path
-    assert config.trains_adapter == (path.name in ("lora.yaml", "policies.yaml"))
+    has_adapter = path.name in ("lora.yaml", "policies.yaml")
+    if path == EXAMPLES / "reasoning_gym/config.yaml":
+        has_adapter = True
+    assert config.trains_adapter == has_adapter
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -6,7 +6,9 @@ entry again, since some of its values, such as tuples, would not survive a file 
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
@@ -78,8 +80,8 @@ def reasoning_gym_rows(
 class ReasoningGymEnv(Env):
     """One question: the reward is the checker's score of the last answer, from 0 to 1.
 
-    The metrics `answered` and `solved` are 1 where the text has an answer between its marks, and
-    where its score is 1.
+    The metrics `answered` and `solved` are 1 where the text has an answer, and where it scores 1. A
+    subclass may read answers of another form by its own `read_answer`.
 
     Example:
         rows = reasoning_gym_rows("chain_sum", 1000, min_terms=2, max_terms=3)
@@ -98,13 +100,17 @@ class ReasoningGymEnv(Env):
         values = dict(made_from)
         index = values.pop("index")
         self._tries_left = values.pop("tries")
-        self._questions = _questions(json.dumps(values))
-        self._entry = self._questions[index]
+        self._questions, self._entry = _question(json.dumps(values), index)
 
-    def step(self, action: str) -> EnvStep:
+    def read_answer(self, text: str) -> str | None:
+        """Return the answer that a text has between its marks; None: it has none."""
         from reasoning_gym.utils import extract_answer
 
-        answer = extract_answer(str(action))
+        answer: str | None = extract_answer(text)
+        return answer
+
+    def step(self, action: str) -> EnvStep:
+        answer = self.read_answer(str(action))
         score = self._score(answer)
         self._tries_left -= 1
         solved = score >= 1
@@ -125,14 +131,31 @@ class ReasoningGymEnv(Env):
 
 def _feedback(answer: str | None, score: float) -> str:
     if answer is None:
-        return f"There was no answer. {INSTRUCTIONS}"
+        return "There was no answer. Try again."
     return f"That answer scores {score:.2f} of 1. Try again."
+
+
+def _question(made_from: str, index: int) -> tuple[Any, Any]:
+    """Return a data set and the entry of one question, which samples of it make once."""
+    with _making:
+        questions = _questions(made_from)
+        entry = _entry(made_from, index)
+    return questions, copy.deepcopy(entry)
+
+
+_making = threading.Lock()  # environments are made in threads
+
+
+@lru_cache(maxsize=4096)  # some tasks take seconds to make an entry
+def _entry(made_from: str, index: int) -> Any:
+    return _questions(made_from)[index]
 
 
 @lru_cache(maxsize=64)  # a process plays many rows of few data sets, and some take seconds to make
 def _questions(made_from: str) -> Any:
     """Return the task's data set, by the JSON text of what it is made from."""
-    from reasoning_gym.factory import DATASETS
+    import reasoning_gym  # noqa: F401  first all of it: while another thread imports it, the
+    from reasoning_gym.factory import DATASETS  # factory already is there, without most tasks
 
     values = json.loads(made_from)
     task = values["task"]

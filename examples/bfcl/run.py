@@ -24,9 +24,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
-from examples.smollm.run import install  # noqa: E402
 from examples.smollm.run import prepare as prepare_smollm  # noqa: E402
-from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
+from examples.tiny_model.recipe import Recipe, install, main, make_once  # noqa: E402
 
 PACKAGES = (
     "bfcl-eval==2026.3.23",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,12 +19,6 @@ PACKAGES = (
     "tabulate==0.9.0",
     "zss==1.2.0",
 )  # without what they depend on
-
-
-def install(folder: Path) -> None:
-    """Install the packages into a new folder."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    subprocess.run([*pip, str(folder), *PACKAGES], check=True)
 
 
 def make_importable(folder: Path) -> None:

@@ -29,9 +29,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
 from examples.reasoning_gym.last_number import LastNumber  # noqa: E402
-from examples.reasoning_gym.packages import install, make_importable  # noqa: E402
+from examples.reasoning_gym.packages import PACKAGES, make_importable  # noqa: E402
 from examples.smollm.run import prepare as prepare_smollm  # noqa: E402
-from examples.tiny_model.recipe import make_once  # noqa: E402
+from examples.tiny_model.recipe import install, make_once  # noqa: E402
 from skyrl_fast.adapters.reasoning_gym_env import (  # noqa: E402
     COLUMN,
     ReasoningGymEnv,
@@ -39,7 +39,7 @@ from skyrl_fast.adapters.reasoning_gym_env import (  # noqa: E402
 )
 
 SMOLLM = Path("runs/smollm")
-PACKAGES = Path("runs/reasoning_gym/packages")
+FOLDER = Path("runs/reasoning_gym/packages")
 MIXED_BY_US = {"composite"}
 LONGEST_QUESTION = 400  # tokens
 SECONDS_OF_QUESTION = 1.0  # to make: each trajectory makes its question again
@@ -193,8 +193,8 @@ def main() -> None:
     parser.add_argument("--constant", type=int, default=200, help="questions for constant answers")
     options = parser.parse_args()
     os.chdir(options.base)
-    make_once(PACKAGES, install)
-    make_importable(PACKAGES)
+    make_once(FOLDER, lambda path: install(path, PACKAGES))
+    make_importable(FOLDER)
     prepare_smollm(SMOLLM)
 
     from reasoning_gym.factory import DATASETS

@@ -21,9 +21,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
-from examples.reasoning_gym.packages import install, make_importable  # noqa: E402
+from examples.reasoning_gym.packages import PACKAGES, make_importable  # noqa: E402
 from examples.smollm.run import prepare as prepare_smollm  # noqa: E402
-from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
+from examples.tiny_model.recipe import Recipe, install, main, make_once  # noqa: E402
 
 FOLDER = Path("runs/reasoning_gym")
 SMOLLM = Path("runs/smollm")
@@ -34,7 +34,7 @@ def prepare(folder: Path) -> None:
     from examples.reasoning_gym.make_data import make_data
 
     prepare_smollm(SMOLLM)
-    make_once(folder / "packages", install)
+    make_once(folder / "packages", lambda path: install(path, PACKAGES))
     make_importable(folder / "packages")
     make_once(folder / "data", make_data)
 

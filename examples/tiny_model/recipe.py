@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,12 @@ def make_once(folder: Path, make: Callable[[Path], object]) -> None:
     make(partial)
     partial.rename(folder)
     print(f"created {folder} in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def install(folder: Path, packages: Sequence[str]) -> None:
+    """Install packages into a new folder, without what they depend on."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*pip, str(folder), *packages], check=True)
 
 
 def main(

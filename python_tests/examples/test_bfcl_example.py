@@ -14,8 +14,8 @@ from examples.bfcl.bfcl_env import Bfcl
 from examples.bfcl.checker import Checker
 from examples.bfcl.make_data import PARTS, called, demonstrated, make_data, part_of
 from examples.shuffled_rewards import shuffled
-from examples.smollm.run import install
 from examples.tiny_model.jsonl import read_jsonl
+from examples.tiny_model.recipe import install
 from skyrl_fast import Action, EstimatorInputs
 
 EXAMPLE = Path(run.HERE)

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("reasoning_gym.factory")
 
-from examples.reasoning_gym import measure
 from examples.reasoning_gym.last_number import LastNumber
 from examples.reasoning_gym.make_data import NUM_EVAL, make_data, text_of
 from examples.reasoning_gym.packages import PACKAGES
+from examples.tiny_model import measure
 from examples.tiny_model.jsonl import read_jsonl
 from skyrl_fast.adapters.reasoning_gym_env import COLUMN
 

@@ -33,6 +33,15 @@ from skyrl_fast.config.modes import EnginePlace, EngineWeights  # noqa: E402
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = EXAMPLES / "cluster"  # files of Ray and Kubernetes
 CONFIGS = sorted(path for path in EXAMPLES.glob("*/*.yaml") if CLUSTER not in path.parents)
+OVERLAYS = ("cluster.yaml", "eight_gpus.yaml", "lora.yaml", "policies.yaml", "weights.yaml")
+WITH_ADAPTER = {
+    "bfcl/config.yaml",
+    "bfcl/qwen3_4b.yaml",
+    "gateway/policies.yaml",
+    "quickstart/lora.yaml",
+    "reasoning_gym/config.yaml",
+    "smollm/lora.yaml",
+}
 PUBLISHED = {
     "gsm8k/qwen2.5_1.5b.yaml": ("Qwen/Qwen2.5-1.5B-Instruct", 1024, 256, 5, 1, 1024, "regular"),
     "gsm8k/multi_turn_qwen2.5_0.5b.yaml": (
@@ -62,13 +71,11 @@ def test_every_configuration_is_valid(path: Path) -> None:
     base = path.with_name("config.yaml")
     if path.parent.name == "gateway":  # variants of the quickstart
         base = EXAMPLES / "quickstart/config.yaml"
-    is_overlay = path.name in ("cluster.yaml", "lora.yaml", "policies.yaml", "weights.yaml")
-    config = load_config(base, [str(path)]) if is_overlay else load_config(path)
+    if path.name == "eight_gpus.yaml":
+        base = path.with_name("qwen3_4b.yaml")
+    config = load_config(base, [str(path)]) if path.name in OVERLAYS else load_config(path)
     assert config.trainer.run_path
-    has_adapter = path.name in ("lora.yaml", "policies.yaml")
-    if path == EXAMPLES / "reasoning_gym/config.yaml":
-        has_adapter = True
-    assert config.trains_adapter == has_adapter
+    assert config.trains_adapter == (str(path.relative_to(EXAMPLES)) in WITH_ADAPTER)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

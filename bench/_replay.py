@@ -352,7 +352,7 @@ def engine_terms(recording: Recording, size: StepSize, engines: int) -> dict[str
     calls = recording.of_kind(ENGINE)
     number = sum(max(1, round(call.count)) for call in calls)
     each = sum(call.sent + call.received for call in calls)
-    return {
-        ENGINE: Term((engines * number, "k E"), (engines * each, "e E")),
-        REQUEST: Term((size.rows, "R"), (0, "")),
-    }
+    terms = {REQUEST: Term((size.rows, "R"), (0, ""))}
+    if calls:
+        terms[ENGINE] = Term((engines * number, "k E"), (engines * each, "e E"))
+    return terms

@@ -12,8 +12,9 @@ takes beyond the batch or what it returns, per token of all rows.
 
 The second: what rank 0 exchanges in a step with 7 to 255 other ranks and 1 to 64 engines, which are
 processes without torch (`_stand_ins.py`), over sockets of this machine, and its processor time.
-Names and sizes of messages are those of a step of the quickstart with two ranks and two engines,
-which the third records into `results/messages.json`; the rows are those of docs/design/022's step.
+Names and sizes of messages are those of a recorded step with two ranks and two engines
+(`results/messages.json`), of which the third records a new one, of the quickstart; the rows are
+those of docs/design/022's step.
 """
 
 from __future__ import annotations

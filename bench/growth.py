@@ -1,12 +1,20 @@
-"""Growth of the trainer's host phases: seconds and peak memory against the size of a step.
+"""Growth of the trainer's host phases with a step's size, and of rank 0's messages with ranks.
 
     python -m bench.growth [--quick] [--out FILE.md] [--plot FILE.png]
+    python -m bench.growth --ranks [--quick] [--out FILE.md]
+    python -m bench.growth --record FOLDER
 
-From trajectories to the arrays of forward passes, on one thread. Each direction varies one of
-trajectories, turns, tokens per row and group size, and leaves the others as they are; the tokens of
-the batch grow with it, except for the group size. The exponent is the slope of a line through the
-logarithms of the three largest sizes: 1 is linear. Memory is the most that a phase takes beyond the
-batch or what it returns, per token of all rows.
+The first: from trajectories to the arrays of forward passes, on one thread. Each direction varies
+one of trajectories, turns, tokens per row and group size, and leaves the others as they are; the
+tokens of the batch grow with it, except for the group size. The exponent is the slope of a line
+through the logarithms of the three largest sizes: 1 is linear. Memory is the most that a phase
+takes beyond the batch or what it returns, per token of all rows.
+
+The second: what rank 0 exchanges in a step with 7 to 255 other ranks and 1 to 64 engines, which are
+processes without torch (`_stand_ins.py`), over sockets of this machine, and its processor time.
+Names and sizes of messages are those of a recorded step with two ranks and two engines
+(`results/messages.json`), of which the third records a new one, of the quickstart; the rows are
+those of docs/design/022's step.
 """
 
 from __future__ import annotations
@@ -24,6 +32,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench._messages import Recording, load_recording, record, save_recording
+from bench._replay import (
+    Cost,
+    StepSize,
+    Term,
+    engine_terms,
+    rank_terms,
+    replay_engines,
+    replay_ranks,
+)
+from bench.skyrl_drop_in import where
 from skyrl_fast.config import Config, estimator_settings
 from skyrl_fast.ops._backend import set_page_pool_limit
 from skyrl_fast.rollout.token_ids import TokenIds
@@ -57,6 +76,9 @@ DIRECTIONS: dict[str, tuple[Sizes, tuple[int, ...]]] = {
     "group": (Sizes(trajectories=4096), (2, 8, 32, 64)),
 }
 NAMES = {"tokens": "tokens per row", "group": "group size"}
+RANKS = (8, 32, 128, 256)
+ENGINES = (1, 4, 16, 64)
+QUICK_STEP = StepSize(rows=256, tokens=512, responses=128)
 
 
 def main() -> None:
@@ -65,20 +87,94 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the smaller half of the sizes")
     parser.add_argument("--out", type=Path, help="file for the table; default: print it")
     parser.add_argument("--plot", type=Path, help="file for a plot (needs matplotlib)")
+    parser.add_argument("--ranks", action="store_true", help="growth with ranks and engines")
+    parser.add_argument("--record", type=Path, help="folder of the quickstart's run to record")
     args = parser.parse_args()
+    if args.record is not None:
+        save_recording(record(args.record, where()))
+        return
     torch.set_num_threads(1)
+    if args.ranks:
+        text = growth_by_ranks(load_recording(), quick=args.quick)
+    else:
+        text = growth_by_sizes(args)
+    if args.out is None:
+        print(text)
+    else:
+        args.out.write_text(text + "\n")
+
+
+def growth_by_sizes(args: argparse.Namespace) -> str:
+    """Measure all directions; return their tables."""
     measured = {}
     for direction, (base, sizes) in DIRECTIONS.items():
         chosen = sizes[: len(sizes) // 2] if args.quick else sizes
         cases = [replace(base, **{direction: size}) for size in chosen]
         measured[direction] = {asdict(case)[direction]: measure(case) for case in cases}
-    text = "\n\n".join(table(direction, cases) for direction, cases in measured.items())
-    if args.out is None:
-        print(text)
-    else:
-        args.out.write_text(text + "\n")
     if args.plot is not None:
         plot(measured, args.plot)
+    return "\n\n".join(table(direction, cases) for direction, cases in measured.items())
+
+
+def growth_by_ranks(recording: Recording, *, quick: bool) -> str:
+    """Replay the recorded step with more ranks, then with more engines; return the tables."""
+    size = QUICK_STEP if quick else StepSize()
+    repeats = 1 if quick else REPEATS
+    number = 2 if quick else len(RANKS)
+    of_ranks = {
+        n: least(partial(replay_ranks, recording, size, n), repeats) for n in RANKS[:number]
+    }
+    of_engines = {
+        n: least(partial(replay_engines, recording, size, n), repeats) for n in ENGINES[:number]
+    }
+    step = f"{size.rows:,} rows of {size.tokens:,} tokens, {size.responses:,} of them trained"
+    lines = [
+        f"# Messages of rank 0\n\nA step of {step}. {where()}",
+        f"Recorded: {recording.ranks} ranks, {recording.engines} engines; {recording.where}",
+        message_table("ranks", of_ranks, partial(rank_terms, recording, size)),
+        message_table("engines", of_engines, partial(engine_terms, recording, size)),
+    ]
+    return "\n\n".join(lines)
+
+
+def least(replay: Callable[[], Cost], repeats: int) -> Cost:
+    """Return the cost, with the least seconds of several repeats; messages are equal in all."""
+    costs = [replay() for _ in range(repeats)]
+    first = costs[0]
+    for kind in first.seconds:
+        first.seconds[kind] = min(cost.seconds[kind] for cost in costs)
+    return first
+
+
+def message_table(
+    direction: str, costs: dict[int, Cost], terms: Callable[[int], dict[str, Term]]
+) -> str:
+    """Return a table of messages, bytes and processor time by kind, with formulas and exponents."""
+    values = list(costs)
+    lines = [
+        f"| {direction} | {' | '.join(f'{value:,}' for value in values)} | exponent "
+        "| counted / formula | formula |",
+        "|---|" + "---:|" * (len(values) + 2) + "---|",
+    ]
+    for kind, term in terms(values[-1]).items():
+        messages = [cost.messages[kind] for cost in costs.values()]
+        lines.append(message_row(f"{kind}, messages", values, messages, *term.messages))
+        kilobytes = [cost.num_bytes[kind] / 1000 for cost in costs.values()]
+        if any(kilobytes):
+            expected, formula = term.num_bytes
+            lines.append(message_row(f"{kind}, kB", values, kilobytes, expected / 1000, formula))
+        milliseconds = [1000 * cost.seconds[kind] for cost in costs.values()]
+        lines.append(message_row(f"{kind}, CPU ms", values, milliseconds))
+    return "\n".join(lines)
+
+
+def message_row(
+    name: str, sizes: list[int], counts: list[float], expected: float = 0, formula: str = ""
+) -> str:
+    """Return a row: counts by size, their exponent, the last one against its formula."""
+    cells = " | ".join(f"{count:,.0f}" if count >= 10 else f"{count:.2g}" for count in counts)
+    ratio = f"{counts[-1] / expected:.2f}" if expected else ""
+    return f"| {name} | {cells} | {exponent(sizes, counts):.2f} | {ratio} | {formula} |"
 
 
 def table(direction: str, cases: dict[int, Measured]) -> str:

@@ -55,6 +55,8 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "recorded experts": {f"{ENGINE}.enable_return_routed_experts": True},
     "moments in main memory": {"trainer.policy.optimizer_config.offload_after_step": True},
     "several ranks": {"trainer.placement.policy_num_gpus_per_node": 2},
+    "ranks by the plan": {"trainer.placement.policy_num_gpus_per_node": None},
+    "several nodes": {"trainer.placement.policy_num_nodes": 2},
     "start from a checkpoint": {"trainer.resume_mode": "from_path"},
     "checkpoint to start from": {"trainer.resume_path": "checkpoint"},
     "asynchronous training": {

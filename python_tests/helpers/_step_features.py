@@ -333,6 +333,8 @@ NOT_COVERED = {
     "router replay": "needs a mixture of experts, whose routers the reference does not have",
     "recorded experts": "only router replay reads them",
     "several ranks": "needs processes; ranks are compared with one process",
+    "ranks by the plan": "chooses the number of ranks",
+    "several nodes": "their ranks are those of one machine",
     "start from a checkpoint": _START,
     "checkpoint to start from": _START,
     "engines on servers": _ENGINE,

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.vllm_start import MainModule, check_can_spawn
 from skyrl_fast.system.main_guard import Place, find_unguarded_call, runs_on_import
+from skyrl_fast.train.run import imports_main_module
 
 CALL = """
 import logging
@@ -42,9 +44,33 @@ def test_a_script_without_a_guard_is_named_with_its_line_at_once(tmp_path: Path)
     assert last.endswith('put the call below `if __name__ == "__main__":`')
 
 
-@pytest.mark.spec("run.main-guard")
 def test_a_script_with_a_guard_goes_on(tmp_path: Path) -> None:
     assert "reward: expected a function that can be called as" in error_of(GUARDED, tmp_path)
+
+
+@pytest.mark.spec("run.main-guard")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["engine.num_engines=1"], True),
+        (["engine.num_engines=2"], False),  # servers of their own
+        (["engine.gpu_ids=[0,1]"], False),
+        (["engine.gpu_ids=[0,1]", "engine.tensor_parallel_size=2"], True),
+        (["engine.num_engines=2", "trainer.placement.policy_num_gpus_per_node=2"], True),
+        (["engine.external_server_urls=[http://nowhere]"], False),
+        (["engine.num_engines=2", "trainer.placement.policy_num_gpus_per_node=null"], True),
+    ],
+)
+def test_who_imports_the_main_module(overrides: list[str], expected: bool) -> None:
+    names = [override.replace("engine.", "generator.inference_engine.") for override in overrides]
+    config = load_config(None, ["data.train_data=[none]", "trainer.policy.model.path=m", *names])
+    assert imports_main_module(config, has_engines=True) is expected
+
+
+def test_a_script_of_several_engines_needs_no_guard(tmp_path: Path) -> None:
+    script = UNGUARDED.replace("{", '{"generator.inference_engine.num_engines": 2, ', 1)
+    assert "reward: expected a function that can be called as" in error_of(script, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,34 @@ from typing import Any
 import pytest
 
 from bench import lora
+from bench._messages import (
+    ENGINE,
+    REQUEST,
+    Message,
+    Recorder,
+    Recording,
+    load_recording,
+    save_recording,
+)
+from bench._replay import (
+    StepSize,
+    answer_of,
+    batch_of,
+    engine_terms,
+    rank_terms,
+    replay_engines,
+    replay_ranks,
+    stand_ins,
+)
+from bench._stand_ins import children_of, parent_of
 from bench.generation import refuse_failures
 from bench.growth import Sizes, measure, table, trajectories_of
 from bench.lora import Measured, Run, memory_table, reward_table, train
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.traffic import CALLS
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, lora.EVAL: 0.25},
@@ -82,6 +106,73 @@ def test_every_phase_is_measured() -> None:
     lines = table("trajectories", cases).splitlines()
     assert len(lines) == 3 + len(cases[4].seconds) == 10
     assert min(cases[8].seconds.values()) > 0
+
+
+MESSAGES = (
+    Message("clear", CALLS, 2, sent=400),
+    Message("_gradient", CALLS, 2, sent=102_000, rows=100_000),
+    Message("/pause", ENGINE, 1, sent=500, received=400),
+    Message("/collective_rpc", ENGINE, 2, sent=2_000, received=1_600),
+)
+STEP = StepSize(rows=32, tokens=4096, responses=1024)
+
+
+def test_rank_0_exchanges_what_the_formulas_say() -> None:
+    recording = Recording(2, 2, 1000, 500, 10, 100, 100, MESSAGES, "here")
+    ranks = 5  # no power of two: the tree is not full
+    cost = replay_ranks(recording, STEP, ranks)
+    terms = rank_terms(recording, STEP, ranks)
+    by_hand = {"rows": 2 * 4, "calls": 2 * 3 * 4, "results": 2 * 3 * 4}
+    for kind, term in terms.items():
+        assert cost.messages[kind] == term.messages[0] == by_hand[kind], kind
+        # Rows have headers of their columns, and are dealt whole.
+        assert cost.num_bytes[kind] == pytest.approx(term.num_bytes[0], rel=0.15), kind
+    engines = 2
+    cost = replay_engines(recording, StepSize(rows=8, tokens=64, responses=16), engines)
+    term = engine_terms(recording, STEP, engines)[ENGINE]
+    assert cost.messages[ENGINE] == term.messages[0] == 3 * engines
+    assert cost.num_bytes[ENGINE] == pytest.approx(term.num_bytes[0], rel=0.25)  # HTTP's headers
+    assert cost.messages[REQUEST] == 8
+
+
+async def test_a_step_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(ranks: Ranks, *_: Any) -> None:
+        ranks.traffic.add(CALLS, 1200)
+
+    monkeypatch.setattr(Ranks, "call", call)
+    file = tmp_path / "answer.json"
+    file.write_bytes(answer_of(3, 5))
+    batch = batch_of(StepSize(rows=4, tokens=16, responses=4), 4)
+    ranks = Ranks(0, 2)
+    recorder = Recorder("here")
+    with recorder.recording(), stand_ins("engines", "1", str(file)) as (port,):
+        engine = RemoteEngine(f"http://127.0.0.1:{port}", weight_sync=None)
+        await engine.start()
+        sampling = SamplingParams(max_generate_length=5)
+        await engine.generate([1, 2, 3], sampling, session_id="a", policy_version=0)
+        await engine.close()
+        ranks.call(batch_of, batch_of, batch)
+        ranks.call(answer_of, answer_of)
+        ranks.traffic.take()
+    (step,) = recorder.steps
+    assert (step.num_tokens, step.num_responses, step.num_rows) == (64, 16, 4)
+    assert (step.num_prompt_tokens, step.num_sampled_tokens) == (3, 5)
+    by_name = {message.name: message for message in step.messages}
+    assert list(by_name) == ["/health", "/v1/models", "/v1/completions", "batch_of", "answer_of"]
+    rows = 64 * 4 + 16 * 17 + 4 * 17 + 2 * 5 * 4  # tokens, responses, rows, offsets
+    assert by_name["batch_of"] == Message("batch_of", CALLS, 1, 1200, 0, rows)
+    assert by_name["answer_of"].rows == 0
+    assert by_name["/v1/completions"].kind == REQUEST
+    assert by_name["/v1/completions"].received > len(answer_of(3, 5))
+    save_recording(step, tmp_path / "messages.json")
+    assert load_recording(tmp_path / "messages.json") == step
+
+
+@pytest.mark.parametrize("size", [2, 5, 8, 13])
+def test_a_binomial_tree_reaches_every_rank_once(size: int) -> None:
+    reached = [child for rank in range(size) for child in children_of(rank, size)]
+    assert sorted(reached) == list(range(1, size))
+    assert all(rank in children_of(parent_of(rank), size) for rank in range(1, size))
 
 
 # --- the bench of generation refuses to measure what failed --------------------------------------

@@ -38,6 +38,7 @@ from skyrl_fast.train.memory.plan import (
     memory_in_use,
     plan_memory,
     plan_with_remedies,
+    settle_ranks,
 )
 from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.model.policy import Policy
@@ -942,6 +943,40 @@ def test_defaults_by_device() -> None:
     setup.engine.gpu_memory_utilization = 0.5
     fixed_args = vllm_start.engine_args(setup)
     assert (fixed_args["enforce_eager"], fixed_args["gpu_memory_utilization"]) == (True, 0.5)
+
+
+def ranks_by_plan(model: Path, memory: str, *overrides: str) -> int | None:
+    """Return the ranks of a machine of eight GPUs where the setting is null."""
+    config = config_of(model, "trainer.placement.policy_num_gpus_per_node=null", *overrides)
+    settle_ranks(config, capacity=num_bytes(memory), num_gpus=8)
+    return config.trainer.placement.policy_num_gpus_per_node
+
+
+@pytest.mark.spec("memory.ranks")
+def test_the_plan_divides_a_machine(small: Path) -> None:
+    asynchronous = "trainer.fully_async.enabled=true"
+    assert ranks_by_plan(small, "79GiB") == 8
+    assert ranks_by_plan(small, "79GiB", asynchronous) == 4
+    engines = "generator.inference_engine.num_engines=2"
+    assert ranks_by_plan(small, "79GiB", asynchronous, engines) == 6
+    assert ranks_by_plan(small, "2GiB", asynchronous) == 7  # none fits: the most that share weights
+    assert ranks_by_plan(small, "79GiB", "trainer.device=cpu") == 1
+    top_k = (
+        "trainer.algorithm.distillation.teachers={default: 'http://127.0.0.1:8000'}",
+        "trainer.algorithm.distillation.top_k=8",
+    )
+    with pytest.raises(ConfigError, match="sampled one are computed by one rank"):
+        ranks_by_plan(small, "79GiB", *top_k)
+
+
+def test_a_run_draws_how_its_gpus_are_divided(small: Path) -> None:
+    null = "trainer.placement.policy_num_gpus_per_node=null"
+    config = config_of(small, null, "trainer.fully_async.enabled=true")
+    plan = plan_on(FakeGpus((GPU,) * 4), config)
+    assert plan is not None
+    assert "rank    0  1  .  .\nengine  .  .  0  1" in str(plan)
+    assert config.trainer.placement.policy_num_gpus_per_node == 2
+    assert config.generator.inference_engine.gpu_ids == [2, 3]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from skyrl_fast.config import Config, ConfigError, as_config
 from skyrl_fast.train import cluster
 from skyrl_fast.train.parallel.ranks import RankError
-from skyrl_fast.train.placement import EnginePlacement, engine_placement
+from skyrl_fast.train.placement import EnginePlacement, engine_placement, rank_choices
 
 
 def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
@@ -61,6 +61,38 @@ def test_settings_take_precedence() -> None:
     asynchronous = config_of(1)
     asynchronous.trainer.fully_async.enabled = True
     assert not engine_placement(asynchronous, 1).sleeps
+
+
+@pytest.mark.spec("memory.ranks")
+@pytest.mark.parametrize(
+    ("is_asynchronous", "num_gpus", "settings", "expected"),
+    [
+        (False, 8, {}, [8]),  # an engine sleeps on each
+        (True, 8, {}, [4, 5, 6, 7]),
+        (True, 8, {"parallel": 2}, [4, 5, 6]),
+        (True, 8, {"num_engines": 2}, [6]),
+        (True, 8, {"num_engines": 2, "parallel": 2}, [4]),
+        (True, 3, {}, [2]),
+        (True, 1, {}, [1]),  # the engine is next to the trainer
+        (True, 8, {"external_server_urls": ["http://127.0.0.1:1"]}, [8]),
+    ],
+)
+def test_ranks_among_which_the_plan_chooses(
+    is_asynchronous: bool, num_gpus: int, settings: dict[str, Any], expected: list[int]
+) -> None:
+    config = config_of(1, **settings)
+    config.trainer.fully_async.enabled = is_asynchronous
+    assert rank_choices(config, num_gpus) == expected
+    assert rank_choices(config, num_gpus, with_engine=False) == [num_gpus]
+
+
+def test_ranks_that_share_passes_are_groups() -> None:
+    config = config_of(1)
+    config.trainer.fully_async.enabled = True
+    config.trainer.policy.sequence_parallel_size = 2
+    assert rank_choices(config, 8) == [4, 6]
+    config.trainer.fully_async.enabled = False
+    assert rank_choices(config, 7) == [6]
 
 
 @pytest.mark.parametrize("backend", ["ipc", "nccl"])

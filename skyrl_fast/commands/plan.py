@@ -76,7 +76,12 @@ def run(options: argparse.Namespace) -> int:
         import torch
 
         from skyrl_fast.ops._backend import main_memory
-        from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
+        from skyrl_fast.train.memory.plan import (
+            gpu_memory,
+            memory_in_use,
+            plan_with_remedies,
+            settle_ranks,
+        )
     with as_usage_error(ValueError):
         describes_gpus = options.device_memory is not None or options.num_gpus is not None
         wants_gpus = describes_gpus or config.trainer.placement.num_ranks > 1
@@ -87,8 +92,9 @@ def run(options: argparse.Namespace) -> int:
         capacity = options.device_memory or found or num_bytes(DEFAULT_MEMORY)
         num_gpus = options.num_gpus or torch.cuda.device_count() or None
         on_this_gpu = options.device_memory is None and config.trainer.device != "cpu"
-        in_use = memory_in_use(config) if on_this_gpu else 0
         sys.stderr.write("planning: measuring passes of the model on tensors without memory ...\n")
+        settle_ranks(config, capacity=capacity, num_gpus=num_gpus or 1)
+        in_use = memory_in_use(config) if on_this_gpu else 0
         result = plan_with_remedies(config, capacity=capacity, in_use=in_use, num_gpus=num_gpus)
     sys.stdout.write(f"{result}\n")
     proposals = [] if result.remedies is None else result.remedies.proposals

@@ -563,6 +563,25 @@ _MODELS = (
         is_on=lambda config: config.trainer.placement.num_ranks > 1,
     ),
     Feature(
+        name="ranks by the plan",
+        setting="trainer.placement.policy_num_gpus_per_node",
+        on="null",
+        off="a number",
+        is_on=lambda config: config.trainer.placement.policy_num_gpus_per_node is None,
+        excludes={
+            "several nodes": "GPUs of other machines are not counted",
+            "engines on a cluster": "GPUs of other machines are not counted",
+            "chosen GPUs of the engine": "engines get those that have no rank",
+        },
+    ),
+    Feature(
+        name="several nodes",
+        setting="trainer.placement.policy_num_nodes",
+        on="more than 1",
+        off="1",
+        is_on=lambda config: config.trainer.placement.policy_num_nodes > 1,
+    ),
+    Feature(
         name="start from a checkpoint",
         setting="trainer.resume_mode",
         on="from_path",

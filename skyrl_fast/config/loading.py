@@ -104,7 +104,8 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
             )
     ranks = trainer.placement.num_ranks
     shared = trainer.policy.sequence_parallel_size
-    if ranks % shared:
+    is_known = trainer.placement.policy_num_gpus_per_node is not None
+    if is_known and ranks % shared:
         raise ConfigError(
             "trainer.policy.sequence_parallel_size: expected a divisor of the number of ranks, "
             f"{ranks} (trainer.placement), got {shared}"

@@ -348,10 +348,12 @@ class AlgorithmConfig:
 class PlacementConfig:
     """Devices of the trained models."""
 
-    policy_num_gpus_per_node: int = setting(
+    policy_num_gpus_per_node: int | None = setting(
         1,
         "GPUs over which weights, gradients and optimizer states of all models are sharded; "
-        "without a GPU: number of CPU processes",
+        "without a GPU: number of CPU processes. null: all GPUs of the machine, in asynchronous "
+        "training all that num_engines leaves, or where that is null half of them, more where the "
+        "run fits only so; 1 without a GPU",
         at_least=1,
     )
     policy_num_nodes: int = setting(
@@ -364,9 +366,14 @@ class PlacementConfig:
     )
 
     @property
+    def ranks_per_node(self) -> int:
+        """Those of a machine; where the setting is null, 1 until GPUs are found."""
+        return self.policy_num_gpus_per_node or 1
+
+    @property
     def num_ranks(self) -> int:
         """Processes that train the models together."""
-        return self.policy_num_nodes * self.policy_num_gpus_per_node
+        return self.policy_num_nodes * self.ranks_per_node
 
 
 @dataclass(slots=True)

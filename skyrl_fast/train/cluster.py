@@ -182,7 +182,7 @@ def possible_counts(config: Config, nodes: int) -> Iterator[int]:
     if trainer.policy.optimizer_config.optimizer == "adamw_8bit":
         return  # whose moments are loaded by as many ranks as wrote them
     for count in range(nodes - 1, 0, -1):
-        ranks = count * trainer.placement.policy_num_gpus_per_node
+        ranks = count * trainer.placement.ranks_per_node
         if ranks % trainer.policy.sequence_parallel_size == 0:
             yield count
 
@@ -224,7 +224,7 @@ def _reserve_some(ray: Any, config: Config, nodes: int, seconds: float) -> _Rese
 
 
 def _rank_bundle(ray: Any, config: Config) -> dict[str, float]:
-    return _bundle(ray, config.trainer.placement.policy_num_gpus_per_node, cpus=None)
+    return _bundle(ray, config.trainer.placement.ranks_per_node, cpus=None)
 
 
 def _engine_bundle(ray: Any, config: Config) -> dict[str, float]:
@@ -325,7 +325,7 @@ class _RankZero:
         self._signals = StopSignals()
 
     def run(self, config: Config, run_here: RunHere, reserved: _Reservation) -> Any:
-        per_node = config.trainer.placement.policy_num_gpus_per_node
+        per_node = config.trainer.placement.ranks_per_node
         starter = RayRanks(reserved.ranks, per_node, reserved.engines)
         return run_here(config, self._signals, starter)
 

@@ -54,7 +54,7 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     # An engine that shares a GPU sleeps during updates. In asynchronous training it generates
     # meanwhile, so it never does.
     engine = config.generator.inference_engine
-    ranks = config.trainer.placement.policy_num_gpus_per_node
+    ranks = config.trainer.placement.ranks_per_node
     each = engine.num_gpus
     if engine.gpu_ids is not None:
         gpu_ids = _check_gpu_ids(engine.gpu_ids, engine.num_engines, each, num_gpus)
@@ -75,6 +75,27 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     sleeps = can_sleep if chosen is None else chosen
     weight_sync = _weight_sync(config, shared, len(engines))
     return EnginePlacement(tuple(engines), shared, sleeps, weight_sync)
+
+
+def rank_choices(config: Config, num_gpus: int, *, with_engine: bool = True) -> list[int]:
+    """Return on how many of a machine's GPUs the policy may be trained, the preferred first.
+
+    For `policy_num_gpus_per_node=null`: on all, but for those that engines of an asynchronous run
+    need, which generate during updates. Without `num_engines` these get half of the GPUs, or fewer.
+    """
+    engine = config.generator.inference_engine
+    has_engine_gpus = with_engine and config.engine_place.is_here and config.max_staleness > 0
+    most = num_gpus
+    least = num_gpus
+    if has_engine_gpus:
+        most = num_gpus - (engine.num_engines or 1) * engine.num_gpus
+        least = most
+        if engine.num_engines is None:
+            least = min(most, (num_gpus + 1) // 2)
+    # Ranks that share a pass are a group.
+    shared = config.trainer.policy.sequence_parallel_size
+    choices = [ranks for ranks in range(max(1, least), most + 1) if ranks % shared == 0]
+    return choices or [max(1, most // shared * shared)]
 
 
 def draw_placement(num_ranks: int, placement: EnginePlacement | None) -> str:
@@ -155,7 +176,7 @@ def _default_number(config: Config, ranks: int, each: int, spare: int) -> int:
 
 def _weight_sync(config: Config, shared: tuple[int, ...], num_engines: int) -> str:
     engine = config.generator.inference_engine
-    ranks = config.trainer.placement.policy_num_gpus_per_node
+    ranks = config.trainer.placement.ranks_per_node
     backend = engine.weight_sync_backend
     reason = None
     if backend in ("ipc", "nccl") and ranks > 1:

@@ -590,14 +590,26 @@ def _check_main_module(config: Config, request: RunRequest) -> None:
             "train_agent: called by a process that training itself has started and that imports "
             f"your main module: {guard}"
         )
-    starts_engine = request.make_rollouts is None and config.engine_place.is_here
-    if starts_engine or config.trainer.placement.num_ranks > 1:
+    has_engines = request.make_rollouts is None
+    if imports_main_module(config, has_engines=has_engines):
         place = find_unguarded_call()
         if place is not None:
             raise SetupError(
                 f"train_agent: {place.file}, line {place.line}: the processes that training starts "
                 f"import this file and would train, too: {guard}"
             )
+
+
+def imports_main_module(config: Config, *, has_engines: bool) -> bool:
+    """Return whether a process that the run starts imports the main module of this one."""
+    placement = config.trainer.placement
+    # Where the plan chooses their number, there may be several.
+    if placement.policy_num_gpus_per_node is None or placement.num_ranks > 1:
+        return True
+    engine = config.generator.inference_engine
+    # Several engines are programs of their own.
+    has_several = config.num_engines > 1 or len(engine.gpu_ids or ()) > engine.num_gpus
+    return has_engines and config.engine_place.is_here and not has_several
 
 
 def _check_plot(config: Config) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, policy_loss_spec
+from skyrl_fast.config.features import check_features
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig, max_response_length
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
@@ -47,7 +48,12 @@ from skyrl_fast.train.memory.remedies import (
 )
 from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
-from skyrl_fast.train.placement import EnginePlacement, draw_placement, engine_placement
+from skyrl_fast.train.placement import (
+    EnginePlacement,
+    draw_placement,
+    engine_placement,
+    rank_choices,
+)
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
 BLOCK_VALUES = 256  # block of torchao's 8-bit moments, which share a float32 scale
@@ -108,7 +114,7 @@ def _find_used_gpus(config: Config, gpus: Gpus, with_engine: bool) -> list[int]:
     num_gpus = len(gpus.sizes)
     if num_gpus == 0:
         return []
-    used = set(range(config.trainer.placement.policy_num_gpus_per_node))
+    used = set(range(config.trainer.placement.ranks_per_node))
     if with_engine and config.engine_place.is_here:
         used |= set(engine_placement(config, num_gpus).gpu_ids)
     return [gpu for gpu in sorted(used) if gpu < num_gpus]
@@ -139,6 +145,37 @@ def plan_memory(
     return _Planner(capacity, in_use, num_gpus, with_engine).plan(config)
 
 
+def settle_ranks(
+    config: Config,
+    *,
+    capacity: int,
+    in_use: int = 0,
+    num_gpus: int,
+    with_engine: bool = True,
+) -> None:
+    """Set `policy_num_gpus_per_node` in place where it is null: the first choice that fits.
+
+    Where none does, it is the one with the most ranks; without a GPU, 1. Arguments are those of
+    `plan_memory`.
+
+    Raises:
+        ConfigError: so many ranks exclude another setting.
+        ValueError: as of `plan_memory`.
+    """
+    placement = config.trainer.placement
+    if placement.policy_num_gpus_per_node is not None:
+        return
+    if _device(config).type == "cpu":
+        placement.policy_num_gpus_per_node = placement.ranks_per_node
+        return
+    planner = _Planner(capacity, in_use, num_gpus, with_engine)
+    for ranks in rank_choices(config, num_gpus, with_engine=with_engine):
+        placement.policy_num_gpus_per_node = ranks
+        if planner.plan(config).fits:
+            break
+    check_features(config)
+
+
 def plan_with_remedies(
     config: Config,
     *,
@@ -158,7 +195,7 @@ def plan_with_remedies(
     plan = planner.plan(config)
     if plan.fits:
         return plan
-    given = config.trainer.placement.policy_num_gpus_per_node
+    given = config.trainer.placement.ranks_per_node
     if num_gpus is None:
         max_gpus = MAX_GPUS
     else:
@@ -207,7 +244,7 @@ class _Planner:
         local = self._with_engine and config.engine_place.is_here
         if _device(config).type == "cpu":
             return _plan_main_memory(_with_dtypes_of_cpu(config), measure, self._capacity, local)
-        gpus = max(self._num_gpus, config.trainer.placement.policy_num_gpus_per_node)
+        gpus = max(self._num_gpus, config.trainer.placement.ranks_per_node)
         policy = config.trainer.policy
         text = measure.config(str(policy.model.path)).get_text_config()
         check_heads(text, policy.sequence_parallel_size)
@@ -320,7 +357,7 @@ def _plan(
         if on_cluster:
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, [*before, *trainer], capacity),)
-        drawing = draw_placement(config.trainer.placement.policy_num_gpus_per_node, None)
+        drawing = draw_placement(config.trainer.placement.ranks_per_node, None)
         host = _offloaded_bytes(config, size)
         return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
@@ -366,7 +403,7 @@ def _plan(
         dtype = _dtype(config.trainer.policy.dtype)
         host += dtype.itemsize * size.frozen_parameters
     held, logits = _spare_bytes(config, measure, updates)
-    drawing = draw_placement(config.trainer.placement.policy_num_gpus_per_node, engine)
+    drawing = draw_placement(config.trainer.placement.ranks_per_node, engine)
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
 
@@ -387,7 +424,7 @@ def _plan_main_memory(
 ) -> MemoryPlan:
     """Return the plan of a run on this machine's processor: its ranks, and its engine."""
     size = measure.policy_size(config)
-    ranks = config.trainer.placement.policy_num_gpus_per_node
+    ranks = config.trainer.placement.ranks_per_node
     if ranks == 1:
         whose = "trainer"
     else:
@@ -828,7 +865,7 @@ def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[
         name = "trainer.policy.optimizer_config.offload_after_step"
         yield Axis("moments in main memory", [*one_setting(name, [True])])
     powers = [n for n in (2, 4, MAX_GPUS) if n <= max_gpus]
-    more = [n for n in powers if n > trainer.placement.policy_num_gpus_per_node]
+    more = [n for n in powers if n > trainer.placement.ranks_per_node]
     if more:
         yield Axis("more GPUs", [*one_setting(PLACEMENT, more)])
     if with_engine and config.engine_place.is_here:

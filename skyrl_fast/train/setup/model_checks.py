@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from skyrl_fast.train.memory.plan import (
     memory_in_use,
     offload_moments,
     plan_with_remedies,
+    settle_ranks,
 )
 from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
@@ -138,18 +140,22 @@ def plan_run_memory(
     """
     engine = config.generator.inference_engine
     num_gpus = len(gpus.sizes)
+    placement = config.trainer.placement
     if find_device(config.trainer.device, has_gpu=num_gpus > 0).type == "cpu":
         _refuse_gpu_settings(engine)
+        placement.policy_num_gpus_per_node = placement.ranks_per_node
         planned = _with_folders(config, checkpoint)
         _warn_of_main_memory(planned, with_engine, memory or main_memory())
         return None
+    if placement.policy_num_gpus_per_node is None:
+        _settle_ranks(config, checkpoint, gpus, with_engine)
     capacity = gpu_memory(config, with_engine=with_engine, gpus=gpus)
     assert capacity is not None
     planned = _with_folders(config, checkpoint)
     in_process = with_engine and config.engine_place.is_here
     if in_process:
-        placement = engine_placement(config, num_gpus)
-        if placement.weight_sync == "ipc" and engine.weight_sync_backend == "auto":
+        engines = engine_placement(config, num_gpus)
+        if engines.weight_sync == "ipc" and engine.weight_sync_backend == "auto":
             fault = gpus.ipc_fault()
             if fault:
                 logger.warning(
@@ -157,12 +163,12 @@ def plan_run_memory(
                     "share memory between processes here: %s",
                     fault,
                 )
-                placement = replace(placement, weight_sync="file")
+                engines = replace(engines, weight_sync="file")
                 planned.generator.inference_engine.weight_sync_backend = "file"
-        engine.num_engines = len(placement.engines)
-        engine.gpu_ids = list(placement.gpu_ids)
-        engine.enable_sleep_mode = placement.sleeps
-        engine.weight_sync_backend = placement.weight_sync
+        engine.num_engines = len(engines.engines)
+        engine.gpu_ids = list(engines.gpu_ids)
+        engine.enable_sleep_mode = engines.sleeps
+        engine.weight_sync_backend = engines.weight_sync
     try:
         plan = plan_with_remedies(
             planned,
@@ -172,7 +178,7 @@ def plan_run_memory(
             with_engine=with_engine,
         )
     except UnmeasurableError as error:
-        if in_process and placement.shared and engine.gpu_memory_utilization is None:
+        if in_process and engines.shared and engine.gpu_memory_utilization is None:
             engine.gpu_memory_utilization = UNPLANNED_SHARE
         logger.warning(
             "no memory plan: %s; gpu_memory_utilization=%s", error, engine.gpu_memory_utilization
@@ -185,6 +191,25 @@ def plan_run_memory(
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan
+
+
+def _settle_ranks(config: Config, checkpoint: Path | None, gpus: Gpus, with_engine: bool) -> None:
+    """Choose the number of ranks by the plan; all GPUs are theirs or the engines'."""
+    planned = _with_folders(config, checkpoint)
+    placement = planned.trainer.placement
+    num_gpus = len(gpus.sizes)
+    placement.policy_num_gpus_per_node = num_gpus  # of all GPUs the fullest counts
+    in_use = memory_in_use(planned, with_engine=False, gpus=gpus)
+    placement.policy_num_gpus_per_node = None
+    with suppress(UnmeasurableError):  # it is the first choice then
+        settle_ranks(
+            planned,
+            capacity=min(gpus.sizes),
+            in_use=in_use,
+            num_gpus=num_gpus,
+            with_engine=with_engine,
+        )
+    config.trainer.placement.policy_num_gpus_per_node = placement.policy_num_gpus_per_node
 
 
 def _with_folders(config: Config, checkpoint: Path | None) -> Config:

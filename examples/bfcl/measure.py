@@ -3,7 +3,8 @@
     python examples/bfcl/measure.py --base work
 
 Runs one after the other; a finished run is read, not repeated. Prints a table, and writes
-`runs/bfcl/scores.png` and `scores.json`. `--only` chooses kinds of runs.
+`runs/bfcl/scores.png` and `scores.json`. `--only` makes these kinds of runs and
+reads the others where they are done.
 """
 
 from __future__ import annotations

@@ -60,13 +60,23 @@ def one_run(measured: Measured, base: Path, kind: Kind, seed: int) -> list[dict[
         kind: of the run.
         seed: of the run; that of the data is the same for all.
     """
-    folder = base / measured.folder / f"{kind.name}_{seed}"
-    if not (folder / "learning_curve.png").exists():  # written at the end
+    folder = run_folder(measured, base, kind, seed)
+    if not is_finished(folder):
         settings = [*kind.settings, f"trainer.seed={seed}", f"trainer.run_path={folder.resolve()}"]
         command = [sys.executable, str(measured.script), "--base", str(base), *settings]
         command += ["trainer.ckpt_interval=-1"]
         subprocess.run(command, check=True)
     return read_metrics(folder / "metrics.jsonl")
+
+
+def run_folder(measured: Measured, base: Path, kind: Kind, seed: int) -> Path:
+    """Return the folder of a run."""
+    return base / measured.folder / f"{kind.name}_{seed}"
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a folder has a complete run."""
+    return (folder / "learning_curve.png").exists()  # written at the end
 
 
 def points(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -120,23 +130,31 @@ def report(found: Sequence[dict[str, Any]]) -> None:
         print(f"{kind['label']}: rise {kind['rise']:.3f}{over}")
 
 
-def main(measured: Measured, description: str) -> None:
+def main(measured: Measured, description: str, arguments: Sequence[str] | None = None) -> None:
     """Run, print and plot what a command line asks for.
 
     Args:
         measured: the runs of an example.
         description: shown by `--help`.
+        arguments: of the command line; None: this process's.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--base", type=Path, default=Path("."), help="parent of the runs' folder")
     names = [kind.name for kind in measured.kinds]
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="the others only where they are done",
+    )
+    options = parser.parse_args(arguments)
     found = []
     for kind in measured.kinds:
-        if kind.name in options.only:
+        folders = [run_folder(measured, options.base, kind, seed) for seed in kind.seeds]
+        if kind.name in options.only or all(map(is_finished, folders)):
             runs = [one_run(measured, options.base, kind, seed) for seed in kind.seeds]
             found.append(summarize(kind, runs))
     report(found)

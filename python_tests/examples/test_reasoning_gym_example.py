@@ -1,5 +1,6 @@
 """The reasoning-gym recipe: its rows, how it reads answers, its controls, and what is measured."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,29 @@ def test_the_rise_has_the_error_over_seeds(capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "| LoRA | 1 | 0.100 | 0.500 | 0.25, 0.25 | 3 |"
     assert lines[-1] == "LoRA: rise 0.500 +- 0.100 over 2 seeds"
+
+
+def test_finished_runs_of_other_kinds_are_read_and_not_made(tmp_path: Path) -> None:
+    def finish(name: str, *scores: float) -> None:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        step = {"step": 1, measure.SAMPLED: 0.25, "policy/policy_entropy": 1.0, "timing/step": 3.0}
+        rows = [{"step": 10 * i, measure.EVAL: value} for i, value in enumerate(scores)]
+        lines = [json.dumps(row) for row in (*rows, step)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "learning_curve.png").touch()
+
+    finish("trained_1", 0.1, 0.5)
+    finish("trained_2", 0.2, 0.8)
+    finish("frozen_1", 0.1, 0.1)
+    finish("half_1", 0.1, 0.1)  # and the other seed is missing
+    kinds = (
+        measure.Kind("trained", "LoRA", (1, 2)),
+        measure.Kind("frozen", "learning rate 0", (1,)),
+        measure.Kind("half", "half", (1, 2)),
+    )
+    measured = measure.Measured(tmp_path / "no_script.py", Path("runs"), kinds)
+    measure.main(measured, "", ["--base", str(tmp_path), "--only", "frozen"])
+    scores = json.loads((tmp_path / "runs/scores.json").read_text())
+    assert [run["label"] for run in scores["runs"]] == ["LoRA", "learning rate 0"]
+    assert (tmp_path / "runs/scores.png").exists()

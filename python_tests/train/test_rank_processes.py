@@ -77,7 +77,6 @@ def test_rank_that_is_killed_is_named(probe: Probe) -> None:
         probe.processes()
 
 
-@pytest.mark.spec("update.ranks-rows")
 def test_each_rank_gets_its_part_of_an_argument(tmp_path: Path) -> None:
     made: list[int] = []
 
@@ -110,7 +109,6 @@ def test_ranks_that_share_sequences_get_the_same_part(tmp_path: Path) -> None:
     assert traffic["traffic/rows_messages"] == 3
 
 
-@pytest.mark.spec("update.rank-exit")
 def test_a_rank_that_is_killed_while_it_gets_its_part_is_named(probe: Probe) -> None:
     other = probe.processes()[1]
 
@@ -124,7 +122,6 @@ def test_a_rank_that_is_killed_while_it_gets_its_part_is_named(probe: Probe) -> 
     assert gone(other)
 
 
-@pytest.mark.spec("update.rank-exit")
 def test_a_part_that_a_rank_cannot_read_ends_the_call_with_its_reason(probe: Probe) -> None:
     other = probe.processes()[1]
     unreadable = PerRank(lambda number: [None, Unreadable()][number])

@@ -198,7 +198,7 @@ def _from_layouts(
     batch: StepBatch, layouts: Sequence[PassLayout], replay: bool, is_idle: np.ndarray
 ) -> MicroBatches:
     """Return micro-batches with these layouts, in this order, next to idle ones."""
-    routes = {}
+    routes: dict[str, Any] = {}
     if replay:
         routes = {"routes": batch.expert_indices, "cu_routes": batch.cu_experts}
     plan = PassPlan.from_layouts(

@@ -32,6 +32,7 @@ from skyrl_fast.train.parallel.traffic import (
     GRADIENTS,
     LAYERS,
     RESULTS,
+    ROWS,
     SEQUENCES,
 )
 
@@ -40,11 +41,15 @@ BEGIN, END = "<!-- scaling_table -->\n", "<!-- end -->\n"
 
 TOKEN_BYTES = 4  # of a batch, per token: its id
 RESPONSE_BYTES = 17  # per response token: mask, reward, advantage, two log-probabilities
-ROW_BYTES = 33  # per row: offsets, reward, group, trajectory, version, last step
+FORWARD_BYTES = 5  # per response token without gradients: mask, reward
+ROW_BYTES = 69  # per row: its columns 25, its places in batch and pass 40, its weight 4
 RESULT_BYTES = 12  # per trained token: position and log-probability
 SENT_BYTES = 2  # per parameter that an engine gets: bfloat16
 STORED_BYTES = 2  # per parameter of a published model's files: bfloat16
 PASS_BYTES = 1900  # per trained pass: its metrics
+CALL_BYTES = 90  # per call: the name of what is called
+SETTINGS_BYTES = 2150  # per mini-batch: the settings of its loss
+PART_BYTES = 1200  # per message with rows: the names of their columns
 CALLS_OF_A_STEP = 3  # of an optimizer step: clear the gradients, add to them, update
 
 LINK = 50e9  # bytes a second of a rank to others: a 400 Gb/s network interface for each GPU
@@ -119,16 +124,19 @@ def traffic(model: Model, step: Step) -> dict[str, tuple[float, float]]:
     """
     weights = WEIGHT_BYTES * (step.ranks - 1) / step.ranks  # received, per parameter
     inner, others = model.parameters - model.root, step.ranks - 1
+    is_trained = step.mini_batches > 0
+    returned = is_trained + step.batches  # times that each trained token is
     batch = (
-        (TOKEN_BYTES + model.routes) * step.tokens
-        + RESPONSE_BYTES * step.responses
-        + ROW_BYTES * step.rows
+        ((TOKEN_BYTES + model.routes) * step.tokens + ROW_BYTES * step.rows) * returned
+        + RESPONSE_BYTES * step.responses * is_trained
+        + FORWARD_BYTES * step.responses * step.batches
     )
     calls = CALLS_OF_A_STEP * step.mini_batches + step.batches
-    returned = (step.mini_batches > 0) + step.batches  # times that each trained token is
+    parts = others * (step.mini_batches + step.batches)
     units = model.layers + 1
     return {
-        CALLS: (others * calls, others * batch * returned),
+        CALLS: (others * calls, others * (CALL_BYTES * calls + SETTINGS_BYTES * step.mini_batches)),
+        ROWS: (parts, batch * others / step.ranks + PART_BYTES * parts),
         RESULTS: (
             others * (step.mini_batches + step.batches),
             RESULT_BYTES * step.responses * returned * others / step.ranks
@@ -193,7 +201,7 @@ def tables() -> str:
         )
         + "\n"
         + _table(
-            "seconds of a step|passes of a rank|compute|layers, gradients|batch from rank 0|"
+            "seconds of a step|passes of a rank|compute|layers, gradients|rows from rank 0|"
             "all weights, for an engine or a checkpoint|writing a checkpoint",
             [(f"{name}, {ranks} ranks", *_times(model, ranks)) for name, model, ranks in cases],
         )
@@ -225,7 +233,7 @@ def _times(model: Model, ranks: int) -> list[str]:
     # Forward and backward are 6 operations a parameter and token; recomputed layers add 2.
     compute = 8 * model.active * step.trained * PASS_TOKENS / FLOPS
     write = (WEIGHT_BYTES + MOMENT_BYTES) * model.parameters / ranks / STORAGE
-    seconds = (compute, moved[LAYERS] + moved[GRADIENTS], moved[CALLS], moved[ENGINE])
+    seconds = (compute, moved[LAYERS] + moved[GRADIENTS], moved[ROWS], moved[ENGINE])
     return [str(step.trained), *map(_short, (*seconds, write))]
 
 

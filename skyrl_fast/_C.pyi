@@ -87,6 +87,7 @@ class PageBlock:
     def __init__(self, num_bytes: int) -> None: ...
 
 class PassPlan:
+    @typing.overload
     def __init__(
         self,
         tokens: typing.Any,
@@ -102,10 +103,23 @@ class PassPlan:
         longest_row: int,
         num_threads: int,
     ) -> None: ...
+    @typing.overload
+    def __init__(
+        self,
+        tokens: typing.Any,
+        trained: typing.Any,
+        cu_tokens: typing.Any,
+        cu_responses: typing.Any,
+        num_rows: int,
+        routes: tuple | None,
+        layouts: collections.abc.Sequence[tuple[bool, typing.Any]],
+        num_threads: int,
+    ) -> None: ...
     def num_kept_tokens(self, number: int, kept: tuple) -> int: ...
     def write(
         self, number: int, tokens: typing.Any, routes: typing.Any, kept: tuple | None, out: dict
     ) -> int: ...
+    def write_layout(self, number: int, out: typing.Any) -> None: ...
     def write_sizes(self, out: typing.Any) -> None: ...
     @property
     def num_passes(self) -> int: ...

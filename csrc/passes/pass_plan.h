@@ -59,14 +59,27 @@ struct Pass {
   int64_t num_sequences() const { return is_tree ? 1 : static_cast<int64_t>(sequences.size()); }
 };
 
+// All that a planned pass says of its n rows: with them it can be made again where only they are.
+struct PassLayout {
+  bool is_tree = false;
+  int64_t num_rows = 0;
+  const int64_t* rows = nullptr;    // ascending
+  const int64_t* places = nullptr;  // as sequences `Pass::sequence_of_row`, as a tree `Pass::order`
+  const int64_t* shared = nullptr;  // as a tree `Pass::shared`, else 0
+};
+
 // Linear in the tokens; holds a few numbers per row.
 class PassPlan {
  public:
   // `visited`: (N,) the rows to plan for; those without a trained token are left out.
   PassPlan(const PassRows& rows, const uint8_t* visited, const PassOptions& options,
            int num_threads);
+  // The passes of a plan for more rows, from their layouts.
+  PassPlan(const PassRows& rows, const std::vector<PassLayout>& layouts, int num_threads);
 
   const std::vector<Pass>& passes() const { return passes_; }
+  // Writes what makes a `PassLayout`: three arrays, each as long as the pass has rows.
+  void write_layout(int64_t number, int64_t* rows, int64_t* places, int64_t* shared) const;
   // Tokens of a row up to its last trained one, whose logprob is read at the token before it.
   int64_t needed(int64_t row) const { return needed_[row]; }
   int64_t num_trained(int64_t row) const { return num_trained_[row]; }
@@ -76,6 +89,8 @@ class PassPlan {
   void plan_trees(const PassRows& rows, const PassOptions& options, int num_threads);
   void plan_sequences(const PassRows& rows, const PassOptions& options, int num_threads);
   void add_rows(const std::vector<int64_t>& rows, Pass* pass) const;
+  void lay_out_tree(const PassLayout& layout, Pass* pass) const;
+  void lay_out_sequences(const PassRows& rows, const PassLayout& layout, Pass* pass) const;
 
   std::vector<int64_t> needed_, num_trained_;  // (N,) 0: not visited
   std::vector<uint8_t> as_sequence_;           // (N,)

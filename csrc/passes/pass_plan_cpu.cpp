@@ -170,6 +170,27 @@ Units sequence_units(const PassRows& rows, const Numbers& hosts, const Numbers& 
   return sorted;
 }
 
+void check_layout(bool is_right, const char* expected) {
+  if (is_right) return;
+  throw std::invalid_argument(std::string("plan_passes: layouts: expected ") + expected +
+                              ", got others");
+}
+
+// The distinct rows of a layout, each with a trained token.
+Numbers checked_rows(const PassLayout& layout, const Numbers& num_trained) {
+  const int64_t num_rows = static_cast<int64_t>(num_trained.size());
+  int64_t before = -1;
+  for (int64_t i = 0; i < layout.num_rows; ++i) {
+    const int64_t row = layout.rows[i];
+    check_layout(row > before && row < num_rows, "ascending rows of the batch");
+    check_layout(num_trained[row] > 0, "rows with a trained token");
+    check_layout(layout.places[i] >= 0 && layout.places[i] < layout.num_rows,
+                 "places among the rows of a pass");
+    before = row;
+  }
+  return {layout.rows, layout.rows + layout.num_rows};
+}
+
 }  // namespace
 
 PassPlan::PassPlan(const PassRows& rows, const uint8_t* visited, const PassOptions& options,
@@ -185,6 +206,71 @@ PassPlan::PassPlan(const PassRows& rows, const uint8_t* visited, const PassOptio
   }
   if (options.tree) plan_trees(rows, options, num_threads);
   plan_sequences(rows, options, num_threads);
+}
+
+PassPlan::PassPlan(const PassRows& rows, const std::vector<PassLayout>& layouts, int num_threads)
+    : needed_(rows.num_rows, 0), num_trained_(rows.num_rows, 0) {
+  const std::vector<uint8_t> visited(rows.num_rows, 1);
+  count_trained(rows, visited.data(), num_threads);
+  for (const PassLayout& layout : layouts) {
+    Pass pass;
+    pass.is_tree = layout.is_tree;
+    add_rows(checked_rows(layout, num_trained_), &pass);
+    for (const int64_t row : pass.rows) check_layout(rows.prompt(row) > 0, "rows with a prompt");
+    if (pass.is_tree) {
+      lay_out_tree(layout, &pass);
+    } else {
+      lay_out_sequences(rows, layout, &pass);
+    }
+    passes_.push_back(std::move(pass));
+  }
+}
+
+void PassPlan::lay_out_tree(const PassLayout& layout, Pass* pass) const {
+  int64_t before = 0;  // nodes of the row before
+  std::vector<uint8_t> is_placed(layout.num_rows, 0);
+  for (int64_t i = 0; i < layout.num_rows; ++i) {
+    const int64_t place = layout.places[i], shared = layout.shared[i];
+    const int64_t nodes = needed_[pass->rows[place]];
+    check_layout(!is_placed[place], "each row of a tree once");
+    check_layout(shared >= 0 && shared <= std::min(before, nodes), "nodes that both rows have");
+    is_placed[place] = 1;
+    pass->order.push_back(place);
+    pass->shared.push_back(shared);
+    pass->width += nodes - shared;
+    before = nodes;
+  }
+}
+
+void PassPlan::lay_out_sequences(const PassRows& rows, const PassLayout& layout, Pass* pass) const {
+  pass->sequence_of_row.assign(layout.places, layout.places + layout.num_rows);
+  int64_t count = 0;
+  for (const int64_t place : pass->sequence_of_row) count = std::max(count, place + 1);
+  // A row is extended by later ones: the last of a sequence is the one that it holds.
+  pass->sequences.assign(count, -1);
+  for (int64_t i = 0; i < layout.num_rows; ++i) {
+    pass->sequences[layout.places[i]] = pass->rows[i];
+  }
+  for (const int64_t host : pass->sequences) {
+    check_layout(host >= 0, "a row in each sequence");
+    pass->width = std::max(pass->width, rows.length(host));
+  }
+  for (int64_t i = 0; i < layout.num_rows; ++i) {
+    const int64_t host = pass->sequences[layout.places[i]];
+    check_layout(rows.length(pass->rows[i]) <= rows.length(host), "rows within their sequence");
+  }
+}
+
+void PassPlan::write_layout(int64_t number, int64_t* rows, int64_t* places, int64_t* shared) const {
+  const Pass& pass = passes_.at(number);
+  const Numbers& of_rows = pass.is_tree ? pass.order : pass.sequence_of_row;
+  std::copy(pass.rows.begin(), pass.rows.end(), rows);
+  std::copy(of_rows.begin(), of_rows.end(), places);
+  if (pass.is_tree) {
+    std::copy(pass.shared.begin(), pass.shared.end(), shared);
+  } else {
+    std::fill_n(shared, pass.rows.size(), 0);
+  }
 }
 
 void PassPlan::count_trained(const PassRows& rows, const uint8_t* visited, int num_threads) {

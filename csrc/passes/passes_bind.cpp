@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/borrow.h"
@@ -109,29 +110,18 @@ class SKYRL_HIDDEN BoundPassPlan {
                 int64_t token_budget, bool keep_trajectories, bool tree,
                 const std::optional<std::vector<double>>& costs,
                 const std::vector<int64_t>& length_limits, int64_t longest_row, int num_threads) {
-    Borrowed tokens(tokens_obj, kOp, "tokens"), trained(trained_obj, kOp, "trained");
-    Borrowed visited(visited_obj, kOp, "rows");
-    check_cpu_array(*tokens, DType::kInt32, 1);
-    check_cpu_array(*trained, DType::kBool, 1);
+    Borrowed tokens(tokens_obj, kOp, "tokens"), visited(visited_obj, kOp, "rows");
     check_cpu_array(*visited, DType::kBool, 1);
     num_rows_ = visited->numel();
-    num_tokens_ = tokens->numel();
-    cu_tokens_ = read_offsets(rows[0], "cu_seqlens", num_rows_, num_tokens_);
-    cu_responses_ = read_offsets(rows[1], "cu_responses", num_rows_, trained->numel());
+    read_batch(*tokens, trained_obj, rows[0], rows[1]);
     const std::vector<int64_t> groups = read_ids(rows[2], "group_ids", num_rows_);
     const std::vector<int64_t> trajectories = read_ids(rows[3], "trajectory_ids", num_rows_);
-    const uint8_t* mask = trained->ptr<const uint8_t>();
-    trained_.assign(mask, mask + trained->numel());
     if (token_budget < 1) {
       throw std::invalid_argument("plan_micro_batches: token_budget: expected at least 1, got " +
                                   std::to_string(token_budget));
     }
     std::optional<RouteCells> cells;
-    if (routes) {
-      cells.emplace((*routes)[0]);
-      cu_routes_ = read_offsets((*routes)[1], "cu_routes", num_rows_, cells->count());
-      route_bytes_ = cells->bytes();
-    }
+    if (routes) read_routes(*routes, &cells);
     check_rows();
     PassRows view = view_of(tokens->ptr<const int32_t>(), cells ? cells->data() : nullptr);
     view.group_ids = groups.data();
@@ -145,6 +135,32 @@ class SKYRL_HIDDEN BoundPassPlan {
                               length_limits, longest_row};
     py::gil_scoped_release release;
     plan_ = std::make_unique<PassPlan>(view, visited->ptr<const uint8_t>(), options, num_threads);
+  }
+
+  // layouts = for each pass whether it is a tree, and what `write_layout` wrote; the rest as above.
+  BoundPassPlan(py::handle tokens_obj, py::handle trained_obj, py::handle cu_tokens,
+                py::handle cu_responses, int64_t num_rows, const std::optional<py::tuple>& routes,
+                const std::vector<std::pair<bool, py::object>>& layouts, int num_threads)
+      : num_rows_(num_rows) {
+    Borrowed tokens(tokens_obj, kOp, "tokens");
+    read_batch(*tokens, trained_obj, cu_tokens, cu_responses);
+    std::optional<RouteCells> cells;
+    if (routes) read_routes(*routes, &cells);
+    check_rows();
+    std::vector<std::unique_ptr<Borrowed>> borrowed;
+    std::vector<PassLayout> passes;
+    for (const auto& [is_tree, numbers] : layouts) {
+      borrowed.push_back(std::make_unique<Borrowed>(numbers, kOp, "layouts"));
+      const TensorView& view = **borrowed.back();
+      check_cpu_array(view, DType::kInt64, 2);
+      check_size(view, 0, 3);
+      const int64_t count = view.shape[1];
+      const int64_t* values = view.ptr<const int64_t>();
+      passes.push_back({is_tree, count, values, values + count, values + 2 * count});
+    }
+    const PassRows view = view_of(tokens->ptr<const int32_t>(), cells ? cells->data() : nullptr);
+    py::gil_scoped_release release;
+    plan_ = std::make_unique<PassPlan>(view, passes, num_threads);
   }
 
   int64_t num_passes() const { return static_cast<int64_t>(plan_->passes().size()); }
@@ -163,6 +179,17 @@ class SKYRL_HIDDEN BoundPassPlan {
       *values++ = static_cast<int64_t>(pass.rows.size());
       *values++ = pass.num_trained;
     }
+  }
+
+  // out (3, n) int64 for the n rows of a pass: those of a `PassLayout`.
+  void write_layout(int64_t number, py::handle out_obj) const {
+    Borrowed out(out_obj, kOp, "out");
+    check_cpu_array(*out, DType::kInt64, 2);
+    const int64_t count = static_cast<int64_t>(plan_->passes().at(number).rows.size());
+    check_size(*out, 0, 3);
+    check_size(*out, 1, count);
+    int64_t* values = out->ptr<int64_t>();
+    plan_->write_layout(number, values, values + count, values + 2 * count);
   }
 
   int64_t num_kept_tokens(int64_t number, const py::tuple& kept) const {
@@ -240,6 +267,25 @@ class SKYRL_HIDDEN BoundPassPlan {
   }
 
  private:
+  // Of `num_rows_` rows.
+  void read_batch(const TensorView& tokens, py::handle trained_obj, py::handle cu_tokens,
+                  py::handle cu_responses) {
+    Borrowed trained(trained_obj, kOp, "trained");
+    check_cpu_array(tokens, DType::kInt32, 1);
+    check_cpu_array(*trained, DType::kBool, 1);
+    num_tokens_ = tokens.numel();
+    cu_tokens_ = read_offsets(cu_tokens, "cu_seqlens", num_rows_, num_tokens_);
+    cu_responses_ = read_offsets(cu_responses, "cu_responses", num_rows_, trained->numel());
+    const uint8_t* mask = trained->ptr<const uint8_t>();
+    trained_.assign(mask, mask + trained->numel());
+  }
+
+  void read_routes(const py::tuple& routes, std::optional<RouteCells>* cells) {
+    cells->emplace(routes[0]);
+    cu_routes_ = read_offsets(routes[1], "cu_routes", num_rows_, (*cells)->count());
+    route_bytes_ = (*cells)->bytes();
+  }
+
   void check_rows() const {
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t length = cu_tokens_[row + 1] - cu_tokens_[row];
@@ -295,8 +341,14 @@ void bind_passes(py::module_& m) {
            py::arg("routes"), py::arg("token_budget"), py::arg("keep_trajectories"),
            py::arg("tree"), py::arg("costs"), py::arg("length_limits"), py::arg("longest_row"),
            py::arg("num_threads"))
+      .def(py::init<py::handle, py::handle, py::handle, py::handle, int64_t,
+                    const std::optional<py::tuple>&,
+                    const std::vector<std::pair<bool, py::object>>&, int>(),
+           py::arg("tokens"), py::arg("trained"), py::arg("cu_tokens"), py::arg("cu_responses"),
+           py::arg("num_rows"), py::arg("routes"), py::arg("layouts"), py::arg("num_threads"))
       .def_property_readonly("num_passes", &BoundPassPlan::num_passes)
       .def("write_sizes", &BoundPassPlan::write_sizes, py::arg("out"))
+      .def("write_layout", &BoundPassPlan::write_layout, py::arg("number"), py::arg("out"))
       .def("num_kept_tokens", &BoundPassPlan::num_kept_tokens, py::arg("number"), py::arg("kept"))
       .def("write", &BoundPassPlan::write, py::arg("number"), py::arg("tokens"), py::arg("routes"),
            py::arg("kept"), py::arg("out"));

@@ -5,6 +5,9 @@ import threading
 import time
 from typing import Any
 
+import torch.distributed as dist
+
+from skyrl_fast.train.parallel.per_rank import PerRank
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 
@@ -24,6 +27,18 @@ class Probe:
         return self.ranks.gather([(self.ranks.rank, value, of is self)])
 
     @run_on_all_ranks
+    def parts(self, first: PerRank[Any], common: int, *, last: PerRank[Any]) -> list[Any]:
+        """Return the rank and what it has of the arguments, for each rank."""
+        return self.ranks.gather([(self.ranks.rank, first.here, common, last.here)])
+
+    @run_on_all_ranks
+    def parts_of_all(self, argument: PerRank[Any]) -> list[Any]:
+        """Return the parts of all ranks, also of those that share sequences."""
+        found: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(found, argument.here)
+        return found
+
+    @run_on_all_ranks
     def fault_on(self, rank: int) -> None:
         if self.ranks.rank == rank:
             raise ValueError(f"a fault of rank {rank}")
@@ -39,6 +54,19 @@ def with_a_thread(ranks: Ranks) -> Probe:
     if ranks.rank > 0:
         threading.Thread(target=time.sleep, args=(60,)).start()
     return Probe(ranks)
+
+
+def sharing_probe(ranks: Ranks) -> Probe:
+    """Return a probe of ranks of which each two share sequences."""
+    ranks.share_sequences(2)
+    return Probe(ranks)
+
+
+class Unreadable:
+    """A value that can be sent, but not received."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
 
 
 def fail(ranks: Ranks) -> None:

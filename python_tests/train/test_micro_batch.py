@@ -1,7 +1,8 @@
 """Planned micro-batches equal those of a plain implementation, field by field."""
 
 import gc
-from dataclasses import fields
+import pickle
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.ops.passes.plan import PassPlan
+from skyrl_fast.ops.passes.plan import PassLayout, PassPlan
 from skyrl_fast.train.model import micro_batch
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
-from skyrl_fast.train.model.micro_batch import plan_micro_batches
+from skyrl_fast.train.model.micro_batch import MicroBatches, plan_micro_batches
 from skyrl_fast.train.model.rope_limits import LONGROPE, RopeLimit, rope_limits
 from skyrl_fast.train.model.row_layout import LayoutCosts
 
@@ -72,6 +73,18 @@ def assert_reference(batch: StepBatch, budget: int, rows: np.ndarray, **options:
     assert planned.num_tokens.tolist() == [micro.input_ids.numel() for micro in wanted]
     for one, two in zip(planned, wanted, strict=True):
         assert_same(one, two)
+    if len(planned):
+        assert_same_without_other_rows(planned.choose([*range(0, len(planned), 2), -1]))
+
+
+def assert_same_without_other_rows(planned: MicroBatches) -> None:
+    """Assert that passes do not depend on rows of other passes, also where they are sent."""
+    alone, rows = planned.alone()
+    assert alone.batch.num_rows == len(rows)
+    assert alone.num_tokens.tolist() == planned.num_tokens.tolist()
+    for received in (alone, pickle.loads(pickle.dumps(alone))):
+        for one, two in zip(received, planned, strict=True):
+            assert_same(replace(one, rows=rows[one.rows]), two)
 
 
 @settings(max_examples=300)
@@ -208,6 +221,38 @@ def test_chosen_and_idle_passes() -> None:
     assert isinstance(idle, MicroBatch) and len(idle.target_ids) == len(idle.rows) == 0
     assert idle.expert_indices is not None and idle.expert_indices.shape == (1, 1, 1, 2)
     assert list(chosen.choose([1])) and chosen.choose([1]).num_tokens.tolist() == [1]
+
+
+WRONG_LAYOUTS: dict[str, tuple[bool, list[list[int]], str]] = {
+    "rows of another batch": (False, [[0, 9], [0, 1], [0, 0]], "ascending rows of the batch"),
+    "descending rows": (False, [[1, 0], [0, 1], [0, 0]], "ascending rows of the batch"),
+    "an untrained row": (False, [[0, 2], [0, 1], [0, 0]], "rows with a trained token"),
+    "a row without a prompt": (False, [[0, 3], [0, 1], [0, 0]], "rows with a prompt"),
+    "too many sequences": (False, [[0, 1], [0, 2], [0, 0]], "places among the rows"),
+    "a sequence without a row": (False, [[0, 1], [1, 1], [0, 0]], "a row in each sequence"),
+    "a row longer than its host": (False, [[0, 1], [0, 0], [0, 0]], "rows within their sequence"),
+    "a row twice": (True, [[0, 1], [0, 0], [0, 0]], "each row of a tree once"),
+    "a shared node too many": (True, [[0, 1], [0, 1], [0, 3]], "nodes that both rows have"),
+    "nodes shared with no row": (True, [[0, 1], [0, 1], [1, 0]], "nodes that both rows have"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LAYOUTS)
+def test_layouts_of_other_rows_are_refused(case: str) -> None:
+    is_tree, numbers, expected = WRONG_LAYOUTS[case]
+    lengths, responses = [5, 3, 3, 2], [2, 2, 2, 2]
+    trained = torch.ones(8, dtype=torch.bool)
+    trained[4:6] = False
+    batch = (
+        torch.arange(13, dtype=torch.int32),
+        torch.tensor([0, *lengths]).cumsum(0),
+        torch.tensor([0, *responses]).cumsum(0),
+        trained,
+    )
+    with pytest.raises(ValueError, match=f"plan_passes: layouts: expected {expected}"):
+        PassPlan.from_layouts(*batch, [PassLayout(is_tree, np.array(numbers))])
+    right = PassLayout(is_tree, np.array([[0, 1], [0, 1], [0, 0]]))
+    assert len(PassPlan.from_layouts(*batch, [right])) == 1
 
 
 @pytest.mark.spec("loss.rope-limits")

@@ -11,21 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from _listening import LOOPBACK, listening
-from _rank_probe import Probe
+from _rank_probe import Probe, Unreadable, sharing_probe
 from _training import folder as folder
 from _training import settings, steady, train
-from hypothesis import given
-from hypothesis import strategies as st
 
 from skyrl_fast.system.network_interface import interface_to
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
+from skyrl_fast.train.parallel.per_rank import PerRank
 from skyrl_fast.train.parallel.rank_processes import start_ranks
-from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import RankError, Ranks
 
 
@@ -77,6 +74,69 @@ def test_exception_on_a_rank_ends_the_call_with_its_reason(probe: Probe) -> None
 def test_rank_that_is_killed_is_named(probe: Probe) -> None:
     os.kill(probe.processes()[1], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 exited with code -9"):
+        probe.processes()
+
+
+def test_each_rank_gets_its_part_of_an_argument(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def part(number: int) -> torch.Tensor:
+        made.append(number)
+        return torch.full((1000 * number,), number)
+
+    with start_ranks(3, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+        probe = Probe(ranks)
+        ranks.traffic.take()
+        found = probe.parts(PerRank(part), 7, last=PerRank(str).map(len))
+        traffic = ranks.traffic.take()
+    for number, (rank, first, common, last) in enumerate(found):
+        assert (rank, common, last) == (number, 7, 1)
+        assert torch.equal(first, torch.full((1000 * number,), number))
+    assert sorted(made) == [0, 1, 2]  # rank 0 makes each part once
+    assert traffic["traffic/rows_messages"] == 2
+    # int64 of two ranks, and what their names and types take.
+    assert 0 <= traffic["traffic/rows_bytes"] - 8 * 3000 < 1000
+    assert traffic["traffic/calls_bytes"] < 1000
+
+
+def test_ranks_that_share_sequences_get_the_same_part(tmp_path: Path) -> None:
+    with start_ranks(4, sharing_probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+        probe = sharing_probe(ranks)
+        ranks.traffic.take()
+        parts = probe.parts_of_all(PerRank(str))
+        traffic = ranks.traffic.take()
+    assert parts == ["0", "0", "1", "1"]
+    assert traffic["traffic/rows_messages"] == 3
+
+
+def test_a_rank_that_is_killed_while_it_gets_its_part_is_named(probe: Probe) -> None:
+    other = probe.processes()[1]
+
+    def part(number: int) -> torch.Tensor:
+        if number == 1:
+            os.kill(other, signal.SIGKILL)
+        return torch.zeros(1 << 22)  # more than a socket takes without a reader
+
+    with pytest.raises(RankError, match="rank 1 exited with code -9"):
+        probe.parts(PerRank(part), 7, last=PerRank(str))
+    assert gone(other)
+
+
+def test_a_part_that_a_rank_cannot_read_ends_the_call_with_its_reason(probe: Probe) -> None:
+    other = probe.processes()[1]
+    unreadable = PerRank(lambda number: [None, Unreadable()][number])
+    with pytest.raises(RankError, match=r"rank 1 exited with code 1; .*no number"):
+        probe.parts(unreadable, 7, last=PerRank(str))
+    assert gone(other)
+
+
+def test_a_part_that_cannot_be_made_is_raised_and_no_call_follows(probe: Probe) -> None:
+    def part(number: int) -> int:
+        raise ValueError(f"no rows for {number}")
+
+    with pytest.raises(ValueError, match="no rows for 1"):
+        probe.parts(PerRank(part), 7, last=PerRank(str))
+    with pytest.raises(RankError, match="out of sync with the others: ValueError: no rows for 1"):
         probe.processes()
 
 
@@ -205,63 +265,3 @@ def test_messages_are_in_memory_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     length, message = sent
     assert (int(length), message.dtype) == (len(message), torch.uint8)
     assert all(tensor.untyped_storage().resizable() for tensor in sent)  # only torch's own are
-
-
-# --- assignment of micro-batches to ranks; docs/spec.md section 7 --------------------------------
-
-
-class Passes:
-    """Passes of rows by their numbers of tokens, like `MicroBatches`."""
-
-    def __init__(self, passes: list[list[int]], lengths: list[int]) -> None:
-        self.passes, self.lengths = passes, lengths
-
-    def __len__(self) -> int:
-        return len(self.passes)
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        sizes = [sum(self.lengths[row] for row in rows) for rows in self.passes]
-        return np.array([max(1, size) for size in sizes], dtype=np.int64)
-
-    def choose(self, places: np.ndarray) -> Passes:
-        return Passes([self.passes[i] if i >= 0 else [] for i in places.tolist()], self.lengths)
-
-
-def passes_of(lengths: list[int]) -> Any:
-    """Return a plan that fills passes with rows of these lengths, in order."""
-
-    def plan(budget: int) -> Passes:
-        parts: list[list[int]] = []
-        for row, length in enumerate(lengths):
-            if not parts or sum(lengths[r] for r in parts[-1]) + length > budget:
-                parts.append([])
-            parts[-1].append(row)
-        return Passes(parts, lengths)
-
-    return plan
-
-
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.integers(2, 5))
-def test_each_row_is_assigned_once_and_ranks_get_equal_numbers_of_passes(
-    lengths: list[int], budget: int, size: int
-) -> None:
-    shares = [local_micro_batches(passes_of(lengths), budget, Ranks(r, size)) for r in range(size)]
-    assert len({len(share) for share in shares}) == 1
-    taken = [row for share in shares for rows in share.passes for row in rows]
-    assert sorted(taken) == list(range(len(lengths)))
-    longest = max([budget, *lengths])
-    assert all(size <= longest for share in shares for size in share.num_tokens.tolist())
-
-
-def test_no_pass_is_larger_than_the_budget() -> None:
-    shares = [local_micro_batches(passes_of([1] * 1000), 8, Ranks(rank, 3)) for rank in range(3)]
-    assert max(int(share.num_tokens.max()) for share in shares) == 8
-
-
-def test_batch_below_the_budget_is_shared() -> None:
-    plan = passes_of([10] * 8)
-    shares = [local_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]
-    assert [share.num_tokens.tolist() for share in shares] == [[20]] * 4
-    undivided = [local_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
-    assert [share.num_tokens.tolist() for share in undivided] == [[80], [1], [1], [1]]

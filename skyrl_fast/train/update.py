@@ -38,13 +38,13 @@ from skyrl_fast.train.metrics.aggregate import (
 )
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
-    plan_micro_batches,
     response_positions,
 )
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, Reference
 from skyrl_fast.train.output.metric_table import find_over
-from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_shares import Share, share_passes
 from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import reduce_at_last
 
@@ -266,7 +266,11 @@ def accumulate_gradient(
     `seen_logprobs`, (A,) float32, receives those of the tokens that the forward pass visits.
     """
     contributing = contributing_rows(batch, algorithm)
-    results = _gradient(policy, batch, contributing, algorithm, max_seq_len)
+    # Of the full mini-batch, before it is divided: so the sum over passes and ranks is its loss.
+    weights = _MiniBatchWeights.of_batch(batch, algorithm, max_seq_len)
+    shares = _plan_passes(policy, batch, contributing, algorithm)
+    parts = shares.map(lambda share: _GradientPart(share, weights.of_share(share)))
+    results = _gradient(policy, parts, algorithm)
     if seen_logprobs is not None:
         for result in results:
             seen_logprobs[result.positions] = result.logprobs
@@ -306,7 +310,7 @@ class _MicroBatchResult:
     policy_tokens: int  # tokens of the policy loss
     forward_tokens: int  # tokens of the forward pass, padding included
     as_tree: bool
-    rows: torch.Tensor
+    rows: torch.Tensor  # of the mini-batch
     positions: torch.Tensor  # (M,) of the trained tokens in the mini-batch's responses
     logprobs: torch.Tensor  # (M,) float32, of the trained tokens
 
@@ -346,6 +350,9 @@ class _MiniBatchWeights:
             total = float(given.sum())
         return cls(rows, algorithm.observation_loss_coef / total if total else 0.0)
 
+    def of_share(self, share: Share) -> _MiniBatchWeights:
+        return _MiniBatchWeights(share.of_rows(self.rows), self.cross_entropy)
+
     def at(self, rows: torch.Tensor) -> _MiniBatchWeights:
         return _MiniBatchWeights(self.rows[rows], self.cross_entropy)
 
@@ -369,31 +376,20 @@ def _weights_of_policy_loss(
     return {"row_weights": weights.rows, "token_weights": tokens}
 
 
-@run_on_all_ranks
-def _gradient(
-    policy: Policy,
-    batch: StepBatch,
-    rows: np.ndarray,
-    algorithm: AlgorithmConfig,
-    max_seq_len: int | None,
-) -> list[_MicroBatchResult]:
-    """Add the gradient of this rank's micro-batches of the (N,) bool rows."""
-    # Weights of the full mini-batch, before it is divided: so the sum over passes and ranks is its
-    # loss.
-    weights = _MiniBatchWeights.of_batch(batch, algorithm, max_seq_len)
+def _plan_passes(
+    policy: Policy, batch: StepBatch, rows: np.ndarray, algorithm: AlgorithmConfig
+) -> PerRank[Share]:
+    """Return the passes of each rank that visit the (N,) bool rows."""
     # Losses of this scope read all tokens of a mini-batch at once, as for its covariance.
     undivided = policy_loss_spec(algorithm).scope == "mini_batch"
+    unread = dict.fromkeys((*_RECORDS, "stop_reasons"))
     plan = partial(
-        plan_micro_batches,
-        batch,
+        policy.plan,
+        batch.with_(**unread),
         rows=rows,
         keep_trajectories=_keeps_trajectories(algorithm),
-        router_replay=policy.router_replay,
-        tree=policy.tree,
         # A pass has one layout: groups that have to share it cannot choose theirs.
         costs=None if undivided else policy.layout_costs,
-        limits=policy.rope_limits,
-        refused_tokens=policy.refused_tokens,
     )
     budget = _NO_BUDGET if undivided else policy.max_tokens_per_microbatch
     if undivided and policy.rope_limits and len(plan(budget)) > 1:
@@ -401,12 +397,28 @@ def _gradient(
             f"policy loss {algorithm.policy_loss_type} needs all rows of a mini-batch in one pass, "
             "but the rotary embedding of this model depends on the longest row of a pass"
         )
-    micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
+    return share_passes(plan, budget, policy.ranks, divisible=not undivided)
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientPart:
+    """What a rank needs for its part of a mini-batch's gradient."""
+
+    share: Share
+    weights: _MiniBatchWeights  # of the share's rows
+
+
+@run_on_all_ranks
+def _gradient(
+    policy: Policy, parts: PerRank[_GradientPart], algorithm: AlgorithmConfig
+) -> list[_MicroBatchResult]:
+    """Add the gradient of this rank's passes."""
+    part = parts.here
     # Ranks that share a pass compute the same loss, random choices included.
     policy.ranks.sequence.share_random_state(policy.device)
     results = []
-    for micro in reduce_at_last(policy.model, micro_batches, policy.ranks):
-        results.append(_micro_step(policy, batch, weights, micro, algorithm))
+    for micro in reduce_at_last(policy.model, part.share.passes, policy.ranks):
+        results.append(_micro_step(policy, part, micro, algorithm))
     return policy.ranks.gather([result for result in results if result is not None])
 
 
@@ -426,13 +438,10 @@ def _optimizer_step(
 
 
 def _micro_step(
-    policy: Policy,
-    batch: StepBatch,
-    weights: _MiniBatchWeights,
-    micro: MicroBatch,
-    algorithm: AlgorithmConfig,
+    policy: Policy, part: _GradientPart, micro: MicroBatch, algorithm: AlgorithmConfig
 ) -> _MicroBatchResult | None:
     """Add a micro-batch's gradient; return None for an idle one, which only joins collectives."""
+    batch = part.share.batch
     index = micro.response_index
     gathered = None
     if batch.teacher_ids is None:
@@ -449,9 +458,9 @@ def _micro_step(
     # device before the end, and copies from pinned memory, which waits for nothing.
     there = partial(_backend.to_device, device=trained.device)
     # The forward pass reads routes and kept tokens from `micro`; the loss needs neither.
-    unread = dict.fromkeys((*_FORWARD_ONLY, *_RECORDS))
+    unread = dict.fromkeys(_FORWARD_ONLY)
     rows = batch.with_(**unread).rows(micro.rows)
-    here = weights.at(micro.rows)
+    here = part.weights.at(micro.rows)
     terms = _weights_of_policy_loss(rows, here, algorithm)
     moved: dict[str, Any] = {
         name: None if value is None else there(value) for name, value in terms.items()
@@ -487,9 +496,7 @@ def _micro_step(
         loss = loss + algorithm.distillation.coef * distilled
     observed = None
     if rows.cross_entropy_weights is not None:
-        observed = _observation_loss(
-            trained, rows.cross_entropy_weights[index], weights.cross_entropy
-        )
+        observed = _observation_loss(trained, rows.cross_entropy_weights[index], here.cross_entropy)
         loss = loss + observed.loss
     if not loss.requires_grad:
         raise ValueError(
@@ -524,8 +531,8 @@ def _micro_step(
         policy_tokens=int(sampled.sum()),
         forward_tokens=micro.input_ids.numel(),
         as_tree=micro.tree is not None,
-        rows=micro.rows,
-        positions=response_positions(batch, micro),
+        rows=part.share.rows_of(micro),
+        positions=part.share.positions_of(micro),
         logprobs=trained.detach().float().cpu(),
     )
 

@@ -7,6 +7,7 @@ L, or 1 of T nodes, and M trained tokens. E recorded routes, B kept tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,31 @@ from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 
 _NO_LIMIT = 1 << 62  # tokens, in the kernels' 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class PassLayout:
+    """How a pass lays out its n rows: it can be planned with this where only these rows are.
+
+    Args:
+        is_tree: the pass is of prefix trees, else of sequences.
+        numbers: (3, n) int64. First the rows, ascending. Then of sequences the number of each row's
+            sequence, and zeros; of trees the rows depth first, as indices into the ascending
+            ones, and the nodes that each shares with the one before it.
+    """
+
+    is_tree: bool
+    numbers: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(n,) int64, ascending."""
+        rows: np.ndarray = self.numbers[0]
+        return rows
+
+    def with_rows(self, rows: np.ndarray) -> PassLayout:
+        """Return the layout of rows with these numbers."""
+        return PassLayout(self.is_tree, np.stack((rows, *self.numbers[1:])))
 
 
 class PassPlan:
@@ -68,7 +94,7 @@ class PassPlan:
         # Batches have offsets of 32 bits unless they are very large.
         columns = (cu_seqlens, cu_responses, group_ids, trajectory_ids)
         # It holds a few numbers per row and the trained tokens, but none of these tensors.
-        self._plan = _C.PassPlan(
+        plan = _C.PassPlan(
             tokens,
             trained,
             tuple(column.to(torch.int64) for column in columns),
@@ -82,6 +108,43 @@ class PassPlan:
             longest_row,
             _backend.num_threads(),
         )
+        self._set_plan(plan)
+
+    @classmethod
+    def from_layouts(
+        cls,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        cu_responses: torch.Tensor,
+        trained: torch.Tensor,
+        layouts: Sequence[PassLayout],
+        *,
+        routes: torch.Tensor | None = None,
+        cu_routes: torch.Tensor | None = None,
+    ) -> PassPlan:
+        """Return the plan of these passes, of which another plan had the layouts.
+
+        The arguments are those of a plan; rows that are in no pass may be missing.
+
+        Raises:
+            ValueError: the layouts are not those of passes of these rows.
+        """
+        plan = _C.PassPlan(
+            tokens,
+            trained,
+            cu_seqlens.to(torch.int64),
+            cu_responses.to(torch.int64),
+            len(cu_seqlens) - 1,
+            None if cu_routes is None else (routes, cu_routes.to(torch.int64)),
+            [(layout.is_tree, layout.numbers) for layout in layouts],
+            _backend.num_threads(),
+        )
+        result = cls.__new__(cls)
+        result._set_plan(plan)
+        return result
+
+    def _set_plan(self, plan: _C.PassPlan) -> None:
+        self._plan = plan
         # Few numbers: the arrays of a pass are made when it is reached, one pass at a time.
         # Columns: of trees or not, sequences, width, rows, trained tokens.
         self._sizes = np.empty((self._plan.num_passes, 5), dtype=np.int64)
@@ -95,6 +158,13 @@ class PassPlan:
         """(P,) int64 tokens of each pass, padding included."""
         tokens: np.ndarray = self._sizes[:, 1] * self._sizes[:, 2]
         return tokens
+
+    def layout(self, number: int) -> PassLayout:
+        """Return how a pass lays out its rows."""
+        is_tree, _, _, num_rows, _ = self._sizes[number].tolist()
+        numbers = np.empty((3, num_rows), dtype=np.int64)
+        self._plan.write_layout(number, numbers)
+        return PassLayout(bool(is_tree), numbers)
 
     def arrays(
         self,

@@ -42,8 +42,10 @@ from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.model.row_layout import (
     uses_trees,
 )
-from skyrl_fast.train.model.trained_model import TrainedModel
+from skyrl_fast.train.model.trained_model import TokenValues, TrainedModel, per_token
 from skyrl_fast.train.model.tree_forward import padded_trees
+from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_shares import Share
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     VALUE_HEAD,
@@ -183,14 +185,17 @@ class Critic(TrainedModel):
         values = values.index_select(0, _backend.to_device_of(micro.hidden_index, values)).float()
         return micro.joined(values)
 
-    @run_on_all_ranks
     def batch_values(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
-        return self.per_token(batch, self.values)
+        return per_token(batch, self._values_of_share(self.shares(batch)))
 
-    def passes(self, batch: StepBatch) -> MicroBatches:
+    @run_on_all_ranks
+    def _values_of_share(self, shares: PerRank[Share]) -> list[TokenValues]:
+        return self.values_of_share(shares.here, self.values)
+
+    def plan(self, batch: StepBatch, token_budget: int, **options: Any) -> MicroBatches:
         # The environment's tokens are trained by the policy alone.
-        return super().passes(batch.with_(cross_entropy_weights=None))
+        return super().plan(batch.with_(cross_entropy_weights=None), token_budget, **options)
 
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Take optimizer steps towards the batch's returns; return their mean metrics."""
@@ -241,13 +246,19 @@ class Critic(TrainedModel):
         step = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
         return {f"critic/{name}": value for name, value in (sums | step).items()}
 
-    @run_on_all_ranks
     def accumulate_gradient(self, batch: StepBatch) -> list[dict[str, float]]:
         """Add the mini-batch's gradient; return the metrics of each pass, `_STEP`."""
         total = max(1, int((batch.loss_mask != 0).sum()))
+        return self._gradient_of_share(self.shares(batch, reads=("values", "returns")), total)
+
+    @run_on_all_ranks
+    def _gradient_of_share(self, shares: PerRank[Share], total: int) -> list[dict[str, float]]:
+        """Add the gradient of this rank's passes of a mini-batch with so many trained tokens."""
+        share = shares.here
+        batch = share.batch
         assert batch.values is not None and batch.returns is not None
         results = []
-        for micro in reduce_at_last(self.root, self.passes(batch), self.ranks):
+        for micro in reduce_at_last(self.root, share.passes, self.ranks):
             index = response_positions(batch, micro)
             old = batch.values[index]
             returns = batch.returns[index]

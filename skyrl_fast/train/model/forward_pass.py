@@ -80,8 +80,17 @@ def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
         batch: the rows that the pass is of, A response tokens.
         micro: one of its forward passes, as of `Policy.passes`.
     """
-    starts = batch.cu_responses[micro.rows].to(torch.int64)
-    lengths = batch.cu_responses[micro.rows + 1].to(torch.int64) - starts
+    return positions_from(batch.cu_responses[micro.rows], batch, micro)
+
+
+def positions_from(starts: torch.Tensor, batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
+    """Return (M,) int64 positions of the pass's trained tokens, where its rows begin elsewhere.
+
+    Args:
+        starts: integers, the position of the first response token of each of `micro.rows`.
+        batch, micro: as for `response_positions`.
+    """
+    lengths = batch.response_lengths[micro.rows].to(torch.int64)
     local_starts = lengths.cumsum(0) - lengths
-    shift = torch.repeat_interleave(starts - local_starts, lengths)
+    shift = torch.repeat_interleave(starts.to(torch.int64) - local_starts, lengths)
     return micro.response_index + shift[micro.response_index]

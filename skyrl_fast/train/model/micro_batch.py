@@ -20,7 +20,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.ops.passes.plan import PassPlan
+from skyrl_fast.ops.passes.plan import PassLayout, PassPlan
 from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
 from skyrl_fast.train.model.forward_pass import NodeTree
 from skyrl_fast.train.model.forward_pass import response_positions as response_positions
@@ -62,16 +62,52 @@ class MicroBatches:
         return map(self._micro_batch, self._numbers.tolist())
 
     @property
+    def batch(self) -> StepBatch:
+        """The batch whose rows the passes visit."""
+        return self._batch
+
+    @property
     def num_tokens(self) -> np.ndarray:
         """int64 tokens of each, padding included."""
-        idle = self._numbers < 0
-        return np.where(idle, 1, self._plan.num_tokens[self._numbers])
+        tokens = np.ones(len(self), dtype=np.int64)
+        tokens[~self._is_idle] = self._plan.num_tokens[self._numbers[~self._is_idle]]
+        return tokens
 
     def choose(self, places: Sequence[int] | np.ndarray) -> MicroBatches:
         """Return the micro-batches at some places; an idle one for each -1."""
         places = np.asarray(places, dtype=np.int64)
         numbers = np.where(places < 0, -1, self._numbers[places])
         return MicroBatches(self._batch, self._plan, self._replay, numbers)
+
+    def alone(self) -> tuple[MicroBatches, torch.Tensor]:
+        """Return the same passes of a batch of their rows alone, and which rows these are.
+
+        Returns:
+            The micro-batches, and (n,) int64 the numbers that their rows have here, ascending.
+        """
+        layouts = self._layouts()
+        rows = np.zeros(0, dtype=np.int64)
+        if layouts:
+            # Each row is in one pass.
+            rows = np.sort(np.concatenate([layout.rows for layout in layouts]))
+        moved = []
+        for layout in layouts:
+            moved.append(layout.with_rows(np.searchsorted(rows, layout.rows)))
+        numbers = torch.from_numpy(rows)
+        batch = self._batch.rows(numbers)
+        return _from_layouts(batch, moved, self._replay, self._is_idle), numbers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_layouts, (self._batch, self._layouts(), self._replay, self._is_idle)
+
+    @property
+    def _is_idle(self) -> np.ndarray:
+        idle: np.ndarray = self._numbers < 0
+        return idle
+
+    def _layouts(self) -> list[PassLayout]:
+        """Return those of the passes that are not idle."""
+        return [self._plan.layout(number) for number in self._numbers[~self._is_idle].tolist()]
 
     def _micro_batch(self, number: int) -> MicroBatch:
         batch = self._batch
@@ -156,6 +192,25 @@ def plan_micro_batches(
             "generator.inference_engine.enable_return_routed_experts=true"
         )
     return MicroBatches(batch, plan, replay)
+
+
+def _from_layouts(
+    batch: StepBatch, layouts: Sequence[PassLayout], replay: bool, is_idle: np.ndarray
+) -> MicroBatches:
+    """Return micro-batches with these layouts, in this order, next to idle ones."""
+    routes: dict[str, Any] = {}
+    if replay:
+        routes = {"routes": batch.expert_indices, "cu_routes": batch.cu_experts}
+    plan = PassPlan.from_layouts(
+        batch.tokens,
+        batch.cu_seqlens,
+        batch.cu_responses,
+        batch.trained_mask,
+        layouts,
+        **routes,
+    )
+    numbers = np.where(is_idle, -1, np.cumsum(~is_idle) - 1)
+    return MicroBatches(batch, plan, replay, numbers)
 
 
 def _refuse_tokens(batch: StepBatch, refused: Sequence[int]) -> None:

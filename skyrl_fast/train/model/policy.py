@@ -54,9 +54,11 @@ from skyrl_fast.train.model.random_passes import (
     refuse_random_passes,
 )
 from skyrl_fast.train.model.router_replay import RouterReplay
-from skyrl_fast.train.model.trained_model import TrainedModel
+from skyrl_fast.train.model.trained_model import TokenValues, TrainedModel, per_token
 from skyrl_fast.train.model.tree_forward import padded_trees
 from skyrl_fast.train.parallel.export import checkpoint_names
+from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_shares import Share
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     empty_weights,
@@ -320,25 +322,29 @@ class Policy(TrainedModel):
         # Norms return float32 under autocast, which would slow down the largest product.
         return hidden.index_select(0, index).to(self.head_dtype)
 
-    @run_on_all_ranks
     def batch_logprobs(self, batch: StepBatch, *, adapter: bool = True) -> torch.Tensor:
         """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere.
 
         Args:
             adapter: False: those of the model without its adapter, which routes freely.
         """
-        if not adapter:
-            replay = self._replay
-            self._replay = None
-            try:
-                with adapter_off(self.model):
-                    return self._batch_logprobs(batch)
-            finally:
-                self._replay = replay
-        return self._batch_logprobs(batch)
+        shares = self.shares(batch, router_replay=adapter and self.router_replay)
+        return per_token(batch, self._logprobs_of_share(shares, adapter))
 
-    def _batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
-        return self.per_token(batch, lambda micro: self.logprobs(micro)[0])
+    @run_on_all_ranks
+    def _logprobs_of_share(self, shares: PerRank[Share], adapter: bool) -> list[TokenValues]:
+        if adapter:
+            return self.values_of_share(shares.here, self._trained_logprobs)
+        replay = self._replay
+        self._replay = None
+        try:
+            with adapter_off(self.model):
+                return self.values_of_share(shares.here, self._trained_logprobs)
+        finally:
+            self._replay = replay
+
+    def _trained_logprobs(self, micro: MicroBatch) -> torch.Tensor:
+        return self.logprobs(micro)[0]
 
     @run_on_all_ranks
     def sequence_logprobs(

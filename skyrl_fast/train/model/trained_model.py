@@ -7,7 +7,7 @@ H hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,19 @@ from typing import Any
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.step_batch import OPTIONAL
 from skyrl_fast.train.model.lora import adapter_of, save_adapter, use_adapter
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
     MicroBatches,
     plan_micro_batches,
-    response_positions,
 )
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
 from skyrl_fast.train.model.tree_forward import last_hidden_states
 from skyrl_fast.train.parallel.export import save_pretrained
-from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_shares import Share, share_passes
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import (
     full_state_dict,
@@ -37,6 +38,11 @@ from skyrl_fast.train.parallel.sharding import (
     with_full_params,
 )
 from skyrl_fast.train.parallel.stored_weights import read_shards
+
+# Positions among the response tokens of a batch, and a float32 value of each.
+TokenValues = tuple[torch.Tensor, torch.Tensor]
+# Of the columns that a batch may lack.
+_READ_BY_PASSES = ("cross_entropy_weights", "expert_indices", "num_kept", "kept_ids")
 
 
 class TrainedModel:
@@ -129,19 +135,44 @@ class TrainedModel:
         """Return the forward passes that visit every trained token of the batch.
 
         A pass has at most `max_tokens_per_microbatch` tokens, unless one row is longer;
-        `response_positions(batch, micro)` tells which of the batch's tokens it visits. With several
-        ranks these are this rank's passes, some of which may visit none.
+        `response_positions(batch, micro)` tells which of the batch's tokens it visits. With one
+        rank only: several share the passes.
         """
-        plan = partial(
-            plan_micro_batches,
-            batch,
-            router_replay=self.router_replay,
-            tree=self.tree,
-            costs=self.layout_costs,
-            limits=self.rope_limits,
-            refused_tokens=self.refused_tokens,
-        )
-        return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+        assert self.ranks.size == 1
+        return self.plan(batch, self.max_tokens_per_microbatch)
+
+    def plan(self, batch: StepBatch, token_budget: int, **options: Any) -> MicroBatches:
+        """Return passes of at most so many tokens.
+
+        Args:
+            options: of `plan_micro_batches`, in place of this model's.
+        """
+        of_model: dict[str, Any] = {
+            "router_replay": self.router_replay,
+            "tree": self.tree,
+            "costs": self.layout_costs,
+            "limits": self.rope_limits,
+            "refused_tokens": self.refused_tokens,
+        }
+        chosen = of_model | options
+        if not chosen["router_replay"]:
+            # Other ranks would get them, too.
+            batch = batch.with_(expert_indices=None, cu_experts=None)
+        return plan_micro_batches(batch, token_budget, **chosen)
+
+    def shares(
+        self, batch: StepBatch, *, reads: Sequence[str] = (), **options: Any
+    ) -> PerRank[Share]:
+        """Return the passes that visit every trained token of the batch, divided over the ranks.
+
+        Args:
+            reads: optional columns of the batch that the loss reads. Others are not sent.
+            options: see `plan`.
+        """
+        unread = OPTIONAL.difference(_READ_BY_PASSES, reads)
+        read = batch.with_(stop_reasons=None, **dict.fromkeys(unread))
+        plan = partial(self.plan, read, **options)
+        return share_passes(plan, self.max_tokens_per_microbatch, self.ranks)
 
     def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
         """Return (n * L, H) last hidden states of sequences, or (T', H) of trees, T' at least T.
@@ -154,25 +185,22 @@ class TrainedModel:
         with self.autocast():
             return last_hidden_states(self.backbone, micro, self.device, most_nodes=most_nodes)
 
-    def per_token(
-        self, batch: StepBatch, compute: Callable[[MicroBatch], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere.
+    def values_of_share(
+        self, share: Share, compute: Callable[[MicroBatch], torch.Tensor]
+    ) -> list[TokenValues]:
+        """Return values of the trained tokens of each pass, without gradients.
 
         All ranks call this together; rank 0 has the values of all.
 
         Args:
             compute: returns the (M,) values of a pass's trained tokens.
         """
+        local = []
         with torch.no_grad():
-            local = []
-            for micro in self.passes(batch):
+            for micro in share.passes:
                 values = compute(micro).float().cpu()
-                local.append((response_positions(batch, micro), values))
-        result = torch.zeros(batch.loss_mask.shape[0])
-        for positions, values in self.ranks.gather(local):
-            result[positions] = values
-        return result
+                local.append((share.positions_of(micro), values))
+        return self.ranks.gather(local)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the layers compute in the dtype of the passes."""
@@ -222,3 +250,11 @@ class TrainedModel:
         for name, value in weights_of(self.pretrained):
             weights[name] = value.detach().cpu()
         self.pretrained.save_pretrained(folder, state_dict=weights)
+
+
+def per_token(batch: StepBatch, values: Sequence[TokenValues]) -> torch.Tensor:
+    """Return (A,) float32 values of the batch's trained tokens, 0 elsewhere."""
+    result = torch.zeros(batch.loss_mask.shape[0])
+    for positions, of_pass in values:
+        result[positions] = of_pass
+    return result

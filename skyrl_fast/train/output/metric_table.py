@@ -822,6 +822,7 @@ METRICS = (
         )
         for kind, meaning in (
             ("calls", "calls of rank 0 to the others, with their arguments"),
+            ("rows", "rows that rank 0 sends to the ranks that compute them"),
             ("results", "results of the others' calls"),
             ("layers", "weights that passes gather"),
             ("gradients", "gradients that are reduced"),

@@ -2,8 +2,8 @@
 
 Each rank holds a shard of every weight (`sharding.py`) and processes its local micro-batches
 (`rank_shares.py`). The rest of the code is unaware of this: a `run_on_all_ranks` method called on
-rank 0 is executed on all ranks with the same arguments, and rank 0 gets the result. With a single
-rank it is a plain call.
+rank 0 is executed on all ranks with the same arguments, and rank 0 gets the result; of an argument
+that is `PerRank` each rank gets its part. With a single rank it is a plain call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 
 from skyrl_fast.errors import RunError
+from skyrl_fast.train.parallel.per_rank import PerRank
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
-from skyrl_fast.train.parallel.traffic import CALLS, RESULTS, Traffic
+from skyrl_fast.train.parallel.traffic import CALLS, RESULTS, ROWS, Traffic
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Owner = TypeVar("Owner")
+PER_RANK = "per rank"  # in a message, in place of an argument of which each rank gets a part
 ERROR_SECONDS = 5.0  # within which an exit of another rank is taken as the cause of an error here
 
 
@@ -172,13 +174,37 @@ class Ranks:
             raise
 
     def _send(self, call: Any) -> None:
-        buffer = io.BytesIO()
-        _Pickler(buffer, self._members).dump(call)
-        # A copy: gloo's thread may be the last that holds the tensor, and must not free Python's.
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
+        data, arguments = self._pickled(call)
         self.traffic.add(CALLS, (self.size - 1) * len(data), self.size - 1)
         dist.broadcast(torch.tensor([len(data)]), 0, group=self._messages)
         dist.broadcast(data, 0, group=self._messages)
+        if arguments:
+            self._send_parts(arguments)
+
+    def _send_parts(self, arguments: list[PerRank[Any]]) -> None:
+        """Send each of the others its part of some arguments."""
+        data = None
+        sent: list[Any] = []
+        for rank in range(1, self.size):
+            number, place = divmod(rank, self.sequence.size)
+            if data is None or place == 0:
+                data, _ = self._pickled([argument.part(number) for argument in arguments])
+            # It is made while the one before is on its way.
+            _wait_for(sent)
+            sent = [
+                dist.isend(message, rank, group=self._messages, tag=tag)
+                for tag, message in enumerate((torch.tensor([len(data)]), data))
+            ]
+            self.traffic.add(ROWS, len(data))
+        _wait_for(sent)
+
+    def _pickled(self, value: Any) -> tuple[torch.Tensor, list[PerRank[Any]]]:
+        """Return a message's bytes, and what it has of arguments whose parts follow it."""
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer, self._members)
+        pickler.dump(value)
+        # A copy: gloo's thread may be the last that holds the tensor, and must not free Python's.
+        return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone(), pickler.per_rank
 
     def _receive(self) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
@@ -186,7 +212,24 @@ class Ranks:
         # Its length was sent first: a broadcast needs a buffer of the right size.
         data = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._messages)
-        return _Unpickler(io.BytesIO(data.numpy().data), self._members).load()
+        call, arguments = self._unpickled(data)
+        if arguments:
+            dist.recv(length, 0, group=self._messages, tag=0)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(data, 0, group=self._messages, tag=1)
+            parts, _ = self._unpickled(data)
+            for argument, part in zip(arguments, parts, strict=True):
+                argument.receive(part)
+        return call
+
+    def _unpickled(self, data: torch.Tensor) -> tuple[Any, list[PerRank[Any]]]:
+        unpickler = _Unpickler(io.BytesIO(data.numpy().data), self._members)
+        return unpickler.load(), unpickler.per_rank
+
+
+def _wait_for(messages: list[Any]) -> None:
+    for message in messages:
+        message.wait()
 
 
 SINGLE_RANK = Ranks()
@@ -213,13 +256,20 @@ def run_on_all_ranks(
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles members as their number, functions as their name, tensors as their bytes."""
+    """Pickles members as their number, functions as their name, tensors as their bytes.
+
+    Arguments of which each rank gets a part are left out, and listed in `per_rank`.
+    """
 
     def __init__(self, file: io.BytesIO, members: list[Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.per_rank: list[PerRank[Any]] = []
         self._numbers = {id(member): number for number, member in enumerate(members)}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> int | str | None:
+        if isinstance(value, PerRank):
+            self.per_rank.append(value)
+            return PER_RANK
         return self._numbers.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
@@ -231,7 +281,15 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, members: list[Any]) -> None:
         super().__init__(file)
+        self.per_rank: list[PerRank[Any]] = []
         self._members = members
 
-    def persistent_load(self, number: int) -> Any:
+    def persistent_load(self, number: int | str) -> Any:
+        if isinstance(number, str):
+            self.per_rank.append(PerRank(_not_received))
+            return self.per_rank[-1]
         return self._members[number]
+
+
+def _not_received(number: int) -> Any:
+    raise AssertionError(f"part {number} of an argument is read before it was received")

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 CALLS = "calls"  # calls of methods on all ranks, with arguments: one message to each
+ROWS = "rows"  # arguments of which each rank gets its part: the rows that it trains
 RESULTS = "results"  # results of calls, from the other ranks to rank 0
 LAYERS = "layers"  # weights of a layer, gathered for a pass
 GRADIENTS = "gradients"  # gradients of a layer, reduced after a backward pass
 ENGINE = "engine"  # weights, gathered for a weight sync
 CHECKPOINT = "checkpoint"  # weights, gathered for a checkpoint
 SEQUENCES = "sequences"  # tokens and heads, exchanged by ranks that share a pass
-KINDS = (CALLS, RESULTS, LAYERS, GRADIENTS, ENGINE, CHECKPOINT, SEQUENCES)
+KINDS = (CALLS, ROWS, RESULTS, LAYERS, GRADIENTS, ENGINE, CHECKPOINT, SEQUENCES)
 
 # torch 2.13 has renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -272,9 +272,9 @@ class Critic(TrainedModel):
             loss = losses.sum() / total
             loss.backward()
             mean = values.detach().sum() / total
-            share = clipped.sum() / total
+            clipped_share = clipped.sum() / total
             # Divided by the mini-batch's tokens: the sums over all passes are its means.
-            named = dict(zip(_STEP, (loss, mean, share), strict=True))
+            named = dict(zip(_STEP, (loss, mean, clipped_share), strict=True))
             results.append(_backend.read_numbers(named))
         return self.ranks.gather(results)
 

@@ -1,4 +1,4 @@
-"""A control: GRPO with the rewards of a step dealt out anew to its trajectories.
+"""A control: GRPO with the rewards of a step permuted over its trajectories.
 
     trainer.algorithm.advantage_estimator=examples.shuffled_rewards:shuffled
 

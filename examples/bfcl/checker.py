@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from examples.tiny_model.recipe import environment_with
+
 HERE = Path(__file__).resolve().parent
 PACKAGES = Path("runs/bfcl/packages")  # relative to the working directory, as in config.yaml
-
-
-def environment(packages: Path) -> dict[str, str]:
-    """Return the environment of a process that sees a folder of packages."""
-    path = os.pathsep.join([str(packages.resolve()), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path}
 
 
 class Checker:
@@ -38,7 +33,7 @@ class Checker:
         self._lock = Lock()
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "package.py"), "check"],
-            env=environment(packages),
+            env=environment_with(packages),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.bfcl.checker import HERE, Checker, environment
+from examples.bfcl.checker import HERE, Checker
 from examples.tiny_model.jsonl import write_jsonl
+from examples.tiny_model.recipe import environment_with
 
 CATEGORY = "simple_python"
 PARTS = {"eval": 0.25, "demonstrations": 0.375, "train": 1.0}  # upper bounds of the hash
@@ -46,7 +47,7 @@ def make_data(folder: Path, packages: Path, category: str = CATEGORY) -> None:
 def _questions(packages: Path, category: str) -> Iterator[dict[str, Any]]:
     command = [sys.executable, str(HERE / "package.py"), "rows", category]
     printed = subprocess.run(
-        command, env=environment(packages), check=True, stdout=subprocess.PIPE, text=True
+        command, env=environment_with(packages), check=True, stdout=subprocess.PIPE, text=True
     )
     for line in printed.stdout.splitlines():
         row = json.loads(line)

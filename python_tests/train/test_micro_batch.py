@@ -240,7 +240,8 @@ WRONG_LAYOUTS: dict[str, tuple[bool, list[list[int]], str]] = {
 @pytest.mark.parametrize("case", WRONG_LAYOUTS)
 def test_layouts_of_other_rows_are_refused(case: str) -> None:
     is_tree, numbers, expected = WRONG_LAYOUTS[case]
-    lengths, responses = [5, 3, 3, 2], [2, 2, 2, 2]
+    lengths = [5, 3, 3, 2]
+    responses = [2, 2, 2, 2]
     trained = torch.ones(8, dtype=torch.bool)
     trained[4:6] = False
     batch = (

@@ -45,6 +45,20 @@ def test_each_answer_is_a_step_with_the_prompt_of_the_agent_loop(tiny_tokenizer:
     assert texts[0].endswith("assistant\n") and "ab" in texts[0]
     assert texts[1].startswith(texts[0] + answers[0]) and texts[1].endswith("assistant\n")
     assert [step.loss_mask for step in steps] == [[1, 1, 1], [1, 1]]
+    assert [step.text for step in steps] == ["cd", "f"]
+
+
+def test_the_text_of_a_tool_call_is_that_of_its_tokens(tiny_tokenizer: Any) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}({{ call.function.name }}){% endfor %}<|im_end|>"
+        "{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    settings = generator(chat_template=template)
+    (step,) = build_demonstration(chat_of(chat, "row 0"), tiny_tokenizer, settings, "row 0")
+    assert step.text == "(look)"
 
 
 @pytest.mark.spec("sft.rows")

@@ -151,7 +151,8 @@ def _steps(
                     f"expected a {name} of at most generator.{setting}={limit} tokens, "
                     f"got {len(ids)}"
                 )
-        yield _step(prompt, response, answer, is_trained(messages[place]))
+        text = tokenizer.decode(response, skip_special_tokens=True)  # a tool call is no content
+        yield _step(prompt, response, text, is_trained(messages[place]))
         place += 1 + following
         if place == len(plain):
             return
@@ -159,7 +160,7 @@ def _steps(
         context.add_observation(observation)
 
 
-def _step(prompt: list[int], response: list[int], answer: Message, trained: bool) -> Step:
+def _step(prompt: list[int], response: list[int], text: str, trained: bool) -> Step:
     return Step(
         prompt_token_ids=prompt,
         response_ids=response,
@@ -168,7 +169,7 @@ def _step(prompt: list[int], response: list[int], answer: Message, trained: bool
         reward=0.0,
         stop_reason=STOP,
         policy_version=0,
-        text=str(answer.get("content") or ""),
+        text=text,
         observation="",
         llm_seconds=0.0,
         env_seconds=0.0,

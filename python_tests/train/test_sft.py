@@ -228,6 +228,16 @@ def test_loss_falls_and_rows_merged_rows_and_trees_agree(folder: Path) -> None:
         assert torch.allclose(torch.tensor(losses[rows]), torch.tensor(losses["step"]), atol=1e-4)
 
 
+def test_the_lines_of_a_run_show_the_loss_and_nothing_of_rollouts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sft(settings(folder, "run", **{"trainer.epochs": 1, "trainer.eval_interval": -1}))
+    printed = capsys.readouterr().err
+    assert "step 2/2  cross-entropy " in printed
+    assert "turns" not in printed
+    assert "reward 0" not in printed
+
+
 @pytest.mark.spec("sft.run")
 def test_settings_of_reinforcement_learning_change_nothing(folder: Path) -> None:
     of_agent = {

@@ -286,6 +286,8 @@ class RunRequest:
             offloads_base=with_engine and config.offloads_base(config.engine_place),
         )
         output = _open_output(config, start, data, plan, stack, store)
+        if with_engine:
+            output.display.say(limits_text(config, one_turn=has_one_turn(self.make_env)))
         stack.enter_context(record_failure(Path(config.trainer.run_path)))
         ranks = start_ranks(
             config.trainer.placement.num_ranks,
@@ -312,7 +314,6 @@ class RunRequest:
             make_rollouts,
             signals,
             self.parts,
-            one_turn=has_one_turn(self.make_env),
         )
 
     def _load_data(self, config: Config) -> RunData:
@@ -424,7 +425,6 @@ class _PreparedRun:
     make_rollouts: MakeRollouts
     signals: StopSignals
     parts: RunParts
-    one_turn: bool
 
 
 def _train(run: _PreparedRun) -> TrainResult:
@@ -505,7 +505,6 @@ async def _run_loop(
     config = run.config
     checkpoint = run.start.checkpoint
     display = run.output.display
-    display.say(limits_text(config, one_turn=run.one_turn))
     # What loading and measuring have left is the engine's by the memory plan.
     run.models.policy.free_cached_memory()
     with as_setup_error():

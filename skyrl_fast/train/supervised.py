@@ -29,6 +29,17 @@ from skyrl_fast.train.setup.errors import SetupError, with_short_errors
 from skyrl_fast.train.setup.given_objects import GivenObjects
 from skyrl_fast.train.setup.run_data import EVAL_UID
 
+# Columns of the progress display, where the settings choose none. The loss is the cross-entropy.
+SHOWN = (
+    "cross_entropy",
+    "eval",
+    "step_seconds",
+    "tokens_per_second",
+    "entropy",
+    "grad_norm",
+    "learning_rate",
+)
+
 
 @with_short_errors
 def sft(
@@ -128,6 +139,7 @@ def _settings(config: Config) -> Config:
         dump_trajectories=False,
         fully_async=FullyAsyncConfig(),
         placement=replace(config.trainer.placement, colocate_all=True),
+        progress=config.trainer.progress or [*SHOWN],
     )
     return replace(config, trainer=trainer, generator=generator)
 

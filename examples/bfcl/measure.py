@@ -20,6 +20,12 @@ from examples.tiny_model.measure import Kind, Measured, main  # noqa: E402
 SHUFFLED = "trainer.algorithm.advantage_estimator=examples.shuffled_rewards:shuffled"
 KINDS = (
     Kind("trained", "LoRA", (42, 7, 1)),
+    Kind(
+        "supervised",
+        "the demonstrations again, supervised",
+        (42, 7, 1),
+        script=HERE / "supervised.py",
+    ),
     Kind("lr_0", "LoRA, learning rate 0", (42,), ("trainer.policy.optimizer_config.lr=0",)),
     Kind("shuffled", "LoRA, shuffled rewards", (42,), (SHUFFLED,)),
     Kind("weights", "all weights", (42,), (str(HERE / "weights.yaml"),)),

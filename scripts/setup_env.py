@@ -201,7 +201,7 @@ def install_dependencies(installer: Installer, gpu: bool, vllm: str, lock: Path 
         lock: exact versions to install, or None for the newest ones.
     """
     if lock is not None:
-        step(f"installing the versions of {lock.name} (about 3 GB)")
+        step(f"installing the versions of {lock.name} (1.4 GB, 4.6 GB on disk)")
         # Not uv: it takes all files of a version from one index, which may lack that of the hash.
         installer.pip("install", "--no-deps", "--require-hashes", "--requirement", str(lock))
         install_cpu_torch(installer)
@@ -214,7 +214,7 @@ def install_dependencies(installer: Installer, gpu: bool, vllm: str, lock: Path 
         installer.uv(*requirements)
         return
     install_cpu_torch(installer)
-    step(f"installing {vllm} and the other requirements (about 3 GB)")
+    step(f"installing {vllm} and the other requirements (several GB)")
     installer.uv("--upgrade", TORCH_CPU, *requirements)
     installer.pip("uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
 

@@ -108,3 +108,25 @@ def test_finished_runs_of_other_kinds_are_read_and_not_made(tmp_path: Path) -> N
     scores = json.loads((tmp_path / "runs/scores.json").read_text())
     assert [run["label"] for run in scores["runs"]] == ["LoRA", "learning rate 0"]
     assert (tmp_path / "runs/scores.png").exists()
+
+
+def test_a_kind_with_a_script_of_its_own_samples_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "supervised.py"
+    script.write_text(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "settings = dict(word.split('=') for word in sys.argv[1:] if '=' in word)\n"
+        "folder = Path(settings['trainer.run_path'])\n"
+        "folder.mkdir(parents=True)\n"
+        f"rows = [{{'step': 0, '{measure.EVAL}': 0.25}}]\n"
+        f"rows += [{{'step': 1, '{measure.EVAL}': 0.5, 'timing/step': 3.0}}]\n"
+        "lines = [json.dumps(row) for row in rows]\n"
+        "(folder / 'metrics.jsonl').write_text(chr(10).join(lines))\n"
+        "(folder / 'learning_curve.png').touch()\n"
+    )
+    kind = measure.Kind("supervised", "demonstrations", (7,), script=script)
+    measured = measure.Measured(tmp_path / "no_script.py", Path("runs"), [kind])
+    measure.main(measured, "", ["--base", str(tmp_path)])
+    assert "| demonstrations | 7 | 0.250 | 0.500 | -, - | 3 |" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_a_kind_with_a_script_of_its_own_samples_nothing(
         f"rows = [{{'step': 0, '{measure.EVAL}': 0.25}}]\n"
         f"rows += [{{'step': 1, '{measure.EVAL}': 0.5, 'timing/step': 3.0}}]\n"
         "lines = [json.dumps(row) for row in rows]\n"
-        "(folder / 'metrics.jsonl').write_text(chr(10).join(lines))\n"
+        "(folder / 'metrics.jsonl').write_text(chr(10).join(lines) + chr(10))\n"
         "(folder / 'learning_curve.png').touch()\n"
     )
     kind = measure.Kind("supervised", "demonstrations", (7,), script=script)

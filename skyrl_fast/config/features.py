@@ -167,10 +167,8 @@ def _importable_loss(config: Config) -> str:
 
 
 def _sends_files_to_cluster(config: Config) -> bool:
-    return (
-        config.engine_place is EnginePlace.CLUSTER
-        and _engine(config, "weight_sync_backend") == "file"
-    )
+    has_nodes = config.engine_place is EnginePlace.CLUSTER or config.spreads_engines
+    return has_nodes and _engine(config, "weight_sync_backend") == "file"
 
 
 def _replicas(config: Config) -> int:
@@ -580,6 +578,11 @@ _MODELS = (
         on="more than 1",
         off="1",
         is_on=lambda config: config.trainer.placement.policy_num_nodes > 1,
+        excludes={
+            "chosen GPUs of the engine": "Ray numbers the GPUs of each node",
+            "replicas of an engine": "num_engines says how many the nodes have",
+            "weights by CUDA IPC": "the weights are sharded over the nodes",
+        },
     ),
     Feature(
         name="start from a checkpoint",
@@ -699,7 +702,7 @@ _ENGINES = (
     Feature(
         name="weights by file to a cluster",
         setting=f"{ENGINE}.weight_sync_backend",
-        on="file, with engines on a cluster",
+        on="file, with engines on several nodes",
         off="auto",
         is_on=_sends_files_to_cluster,
         needs=(Need(("folder of weights",), "an engine on another node reads it"),),

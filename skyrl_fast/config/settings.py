@@ -361,8 +361,8 @@ class PlacementConfig:
     )
     colocate_all: bool = setting(
         True,
-        "whether engines run on the machine of rank 0, on GPUs that no rank uses or else on the "
-        "trainer's; false: engines are on GPUs of their own, of any node of a Ray cluster",
+        "whether engines run on the machines of the ranks, on GPUs that no rank uses or else on "
+        "the trainer's; false: engines are on GPUs of their own, of any node of a Ray cluster",
     )
 
     @property
@@ -650,6 +650,14 @@ class Config:
     def num_engines(self) -> int:
         """Engines that the run starts; where the setting is null, 1 until GPUs are found."""
         return self.generator.inference_engine.num_engines or 1
+
+    @property
+    def spreads_engines(self) -> bool:
+        """Whether each of several nodes has engines beside its ranks; else rank 0's alone may."""
+        has_nodes = self.trainer.placement.policy_num_nodes > 1
+        # Several policies are those of one engine, in rank 0's process.
+        has_one = self.generator.inference_engine.num_engines == 1 or bool(self.policies)
+        return has_nodes and self.engine_place.is_here and not has_one
 
     @property
     def engine_dtype(self) -> str:

@@ -101,7 +101,7 @@ async def start_rollouts(
         prompts: training prompts; the first ones are used to verify each weight update.
         make_env: creates environments from rows; None: by `env_class`.
         address: address of this machine, which engines on a cluster reach.
-        bundles: places of the engines of a cluster.
+        bundles: places of the engines of a cluster; none: they are on this machine, or servers.
         trained: False: the engines' weights are never updated; servers need no road for them.
         say: called with a line when the engine begins to start, every 15 s until it has, and when
             it is ready; None: they are logged.
@@ -116,7 +116,7 @@ async def start_rollouts(
     settings_of_engine = config.generator.inference_engine
     if not trained:
         started = make_untrained_engines(config, model_path)
-    elif config.engine_place is EnginePlace.CLUSTER:
+    elif bundles:
         started = make_cluster_engines(config, model_path, address, bundles)
     else:
         started = make_engines(config, model_path)
@@ -148,7 +148,7 @@ async def start_rollouts(
         on_group=on_group,
         memory=memory,
     )
-    begin, engine_log = describe_start(config, model_path)
+    begin, engine_log = describe_start(config, model_path, on_nodes=bool(bundles))
     with report_start(begin, engine_log, say or log.info):
         await rollouts.start()
     return rollouts

@@ -50,7 +50,7 @@ from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import (
     EnginePlacement,
-    draw_placement,
+    draw_nodes,
     engine_placement,
     rank_choices,
 )
@@ -350,14 +350,18 @@ def _plan(
     size = measure.policy_size(config)
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
-    ranks = range(config.trainer.placement.num_ranks)
+    placement = config.trainer.placement
+    if config.spreads_engines:  # the nodes are alike
+        ranks = range(placement.ranks_per_node)
+    else:
+        ranks = range(placement.num_ranks)
     bucket = broadcast_bytes(config, size)
     sent = Item("buckets of weights that are broadcast", SENT_BUCKETS * bucket)
     if engine is None:
         if on_cluster:
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, [*before, *trainer], capacity),)
-        drawing = draw_placement(config.trainer.placement.ranks_per_node, None)
+        drawing = draw_nodes(config, None)
         host = _offloaded_bytes(config, size)
         return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
@@ -403,7 +407,7 @@ def _plan(
         dtype = _dtype(config.trainer.policy.dtype)
         host += dtype.itemsize * size.frozen_parameters
     held, logits = _spare_bytes(config, measure, updates)
-    drawing = draw_placement(config.trainer.placement.ranks_per_node, engine)
+    drawing = draw_nodes(config, engine)
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
 

@@ -165,7 +165,8 @@ def plan_run_memory(
                 )
                 engines = replace(engines, weight_sync="file")
                 planned.generator.inference_engine.weight_sync_backend = "file"
-        engine.num_engines = len(engines.engines)
+        nodes = placement.policy_num_nodes if config.spreads_engines else 1
+        engine.num_engines = nodes * len(engines.engines)
         engine.gpu_ids = list(engines.gpu_ids)
         engine.enable_sleep_mode = engines.sleeps
         engine.weight_sync_backend = engines.weight_sync

@@ -554,6 +554,20 @@ _MODELS = (
         is_on=lambda config: bool(config.trainer.policy.optimizer_config.offload_after_step),
     ),
     Feature(
+        name="weights in main memory",
+        setting="trainer.placement.offload_weights",
+        on="true",
+        off="null or false",
+        is_on=lambda config: bool(config.trainer.placement.offload_weights),
+        excludes={
+            "asynchronous training": "the trainer computes while engines generate",
+            "engines on servers": "their GPUs are not the trainer's",
+            "engines on a cluster": "their GPUs are not the trainer's",
+            "router replay": "the probe replays routes while the engine is awake",
+            "weights by CUDA IPC": "they are not on the GPU when the engine loads them",
+        },
+    ),
+    Feature(
         name="several ranks",
         setting="trainer.placement.policy_num_gpus_per_node",
         on="more than 1, or several nodes",

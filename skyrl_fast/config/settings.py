@@ -364,6 +364,11 @@ class PlacementConfig:
         "whether engines run on the machines of the ranks, on GPUs that no rank uses or else on "
         "the trainer's; false: engines are on GPUs of their own, of any node of a Ray cluster",
     )
+    offload_weights: bool | None = setting(
+        None,
+        "whether the models' weights are in main memory while engines on their GPUs generate; "
+        "null: on the GPUs, where the run would not fit otherwise",
+    )
 
     @property
     def ranks_per_node(self) -> int:
@@ -716,6 +721,14 @@ class Config:
         is_adapter = self.engine_weights is EngineWeights.ADAPTER
         replays = self.trainer.policy.moe_enable_routing_replay
         return place is EnginePlace.HERE_ASLEEP and is_adapter and not replays
+
+    def offloads_weights(self, place: EnginePlace) -> bool:
+        """Return whether all models leave the GPUs while engines of this place are awake.
+
+        Of a policy with an adapter only the base does (`offloads_base`).
+        """
+        is_chosen = bool(self.trainer.placement.offload_weights)
+        return place is EnginePlace.HERE_ASLEEP and is_chosen and not self.trains_adapter
 
     @property
     def max_staleness(self) -> int:

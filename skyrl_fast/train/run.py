@@ -290,6 +290,7 @@ class RunRequest:
             saved_logits_bytes=None if plan is None else plan.saved_logits_bytes,
             holds_gradients=plan is None or plan.held_gradient_bytes > 0,
             offloads_base=with_engine and config.offloads_base(config.engine_place),
+            offloads_weights=with_engine and config.offloads_weights(config.engine_place),
         )
         output = _open_output(config, start, data, plan, stack, store)
         stack.enter_context(record_failure(Path(config.trainer.run_path)))

@@ -300,7 +300,7 @@ class VllmRollouts:
             interrupt = self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
             await self._sharing.before_sync(policy, lambda: self._compute_probe(policy))
-            if self._updated or self._starts_without_policy:
+            if self._updated or self._starts_without_policy or self._sharing.sends_first:
                 report = await self._pool.update(
                     self._weights(policy), make_probe, frozen=policy.frozen_parts
                 )
@@ -311,7 +311,7 @@ class VllmRollouts:
             self._gate.version = version
         if in_flight:
             self._interrupted += inside
-        return sync_metrics(report, self._pool.reports)
+        return sync_metrics(report, self._pool.reports) | self._sharing.metrics(policy)
 
     async def wait_for_fault(self) -> None:
         await self._pool.wait_for_fault()

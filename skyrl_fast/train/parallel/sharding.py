@@ -7,6 +7,7 @@ those of its own micro-batches, if they fit into memory (docs/design/020-several
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -14,8 +15,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from skyrl_fast.rollout.engine.model_layers import named_layers
+from skyrl_fast.train.model.offload import OffloadedStorages
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedReduction
+from skyrl_fast.train.parallel.traffic import (
+    ENGINE,
+    CountedGather,
+    CountedReduction,
+    all_gather,
+)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -107,10 +114,31 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if full is None else full()
 
 
-def full_weight(tensor: torch.Tensor, ranks: Ranks, kind: str) -> torch.Tensor:
-    """Return the full weight, as traffic of this kind; must be called on all ranks."""
-    ranks.traffic.add(kind, tensor.nbytes - local_tensor(tensor).nbytes)
-    return full_tensor(tensor.detach())
+def full_weight(
+    tensor: torch.Tensor, ranks: Ranks, kind: str, idle: OffloadedStorages | None = None
+) -> torch.Tensor:
+    """Return the full weight, as traffic of this kind; must be called on all ranks.
+
+    Args:
+        idle: of the model, if its weights may be in main memory; there the full one is made then.
+    """
+    local = local_tensor(tensor)
+    ranks.traffic.add(kind, tensor.nbytes - local.nbytes)
+    if idle is None or idle.is_loaded:
+        return full_tensor(tensor.detach())
+    return _gather_on_host(idle.on_host(local), tensor, ranks)
+
+
+def _gather_on_host(rows: torch.Tensor, like: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return the full weight of which each rank has these rows in main memory."""
+    if shard_rows(like) is None:
+        return rows
+    most = math.ceil(like.shape[0] / ranks.size)  # of a rank; the last ones may have fewer
+    padded = rows.new_zeros(most, *like.shape[1:])
+    padded[: len(rows)] = rows
+    full = rows.new_empty(ranks.size * most, *like.shape[1:])
+    all_gather(full, padded)
+    return full[: like.shape[0]]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,21 +177,25 @@ def trained_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def full_tensors(
-    items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, dtype: torch.dtype | None = None
+    items: Iterable[tuple[str, torch.Tensor]],
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    idle: OffloadedStorages | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the full tensors by name; must be called on all ranks.
 
     With several ranks, rank 0 gets them in main memory, so that its GPU holds one at a time, and
-    the others get none. A single rank gets them on their device.
+    the others get none. A single rank gets them on their device, or where they are in main memory,
+    copies there.
 
     Args:
         dtype: that floating-point tensors are cast to before they are moved; None: as they are.
     """
-    if ranks.size == 1:
+    if ranks.size == 1 and (idle is None or idle.is_loaded):
         return {name: tensor.detach() for name, tensor in items}
     found = {}
     for name, tensor in items:
-        value = full_weight(tensor, ranks, ENGINE)
+        value = full_weight(tensor, ranks, ENGINE, idle)
         if ranks.rank == 0:
             # On the GPU, so that fewer bytes are copied to main memory.
             if dtype is not None and value.is_floating_point():
@@ -183,7 +215,7 @@ def full_state_dict(
     if names is not None:
         weights = dict(items)
         items = [(name, weights[name]) for name in names]
-    return full_tensors(items, owner.ranks, dtype)
+    return full_tensors(items, owner.ranks, dtype, owner.idle)
 
 
 @run_on_all_ranks
@@ -203,6 +235,7 @@ def weight_names(owner: Any) -> list[list[str]]:
     if owner.has_adapter:
         return groups
     untrained = {name for name, _ in owner.model.named_parameters()}
+        idle: as of `full_weight`.
     untrained -= {name for name, _ in owner.trained_parameters()}
     return [names for names in groups if not untrained.issuperset(names)]
 

@@ -189,6 +189,10 @@ def plan_run_memory(
         raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
     if plan.offloads_moments:
         offload_moments(config)
+    if plan.offloads_weights:
+        placement.offload_weights = True
+        if in_process and engines.weight_sync == "ipc":  # they are not on the GPU by then
+            engine.weight_sync_backend = "file"
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan

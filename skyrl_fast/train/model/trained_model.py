@@ -89,7 +89,7 @@ class TrainedModel:
 
         From here on parts of the model are called in `gathered_outside_layers`.
         """
-        shard(self.root, self.ranks)
+        shard(self.root, self.ranks, dtype=self.dtype)
         read_shards(self.root)
         self.ranks.register(self)
 

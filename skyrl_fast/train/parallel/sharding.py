@@ -37,36 +37,81 @@ class SizedIterable(Protocol[T_co]):
     def __iter__(self) -> Iterator[T_co]: ...
 
 
-def shard(model: Any, ranks: Ranks) -> None:
+def shard(model: Any, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> None:
     """Shard the weights over the ranks, in place; does nothing with one rank.
 
     Args:
         model: a transformers model or a module that contains one; its layers are those named in
             `_no_split_modules`.
+        dtype: that autocast computes linear modules in; those of layers are cast to it before they
+            are gathered, where they are float32.
 
     Raises:
         ValueError: the FSDP2 of this torch cannot sum gradients.
     """
     if ranks.size == 1:
         return
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise ValueError(
             "trainer.placement.policy_num_gpus_per_node: several need torch 2.9 or newer, "
             f"got {torch.__version__}"
         )
+    # Autocast makes the same numbers of a linear module's weights, and the same gradients. What is
+    # not multiplied by it stays float32: norms, for which the layer gathers twice.
+    rounded = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     layers = [module for _, module in named_layers(model)]
     for module in (*reversed(layers), model):  # layers may be nested
-        fully_shard(module, mesh=ranks.mesh)
-        module.set_custom_all_gather(CountedGather(ranks.traffic))
-        module.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
-        # Summed, not averaged: a token's weight has the full mini-batch's denominator already.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        groups: list[tuple[Any, MixedPrecisionPolicy]] = [(module, MixedPrecisionPolicy())]
+        others = _exact_modules(module, dtype) if module is not model else None
+        if others is not None:
+            groups = [(module, rounded)]
+            if others:
+                groups.insert(0, (others, MixedPrecisionPolicy()))
+        for group, policy in groups:
+            fully_shard(group, mesh=ranks.mesh, mp_policy=policy)
+            first = group[0] if isinstance(group, list) else group
+            first.set_custom_all_gather(CountedGather(ranks.traffic))
+            first.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
+            # Summed, not averaged: a token's weight has the mini-batch's denominator already.
+            first.set_gradient_divide_factor(1.0)
+            first.set_force_sum_reduction_for_comms(True)
     # A method of the module, so that FSDP's hooks gather its weights around any code.
     setattr(model, METHOD, _run)
     register_fsdp_forward_method(model, METHOD)
+
+
+def _exact_modules(layer: Any, dtype: torch.dtype) -> list[Any] | None:
+    """Return a layer's modules whose weights are gathered as they are, next to its linear ones.
+
+    None: all of them are, as the layer has no float32 linear module, or a module with linear ones
+    inside has weights of its own, with which FSDP2 would take theirs.
+    """
+    if dtype == torch.float32:
+        return None
+    exact = []
+    has_linear = False
+    for module in layer.modules():
+        weights = list(module.parameters(recurse=False))
+        if not weights:
+            continue
+        if any(weight.dtype != torch.float32 for weight in weights):
+            return None
+        if type(module) is torch.nn.Linear:
+            has_linear = True
+        elif any(True for child in module.children() for _ in child.parameters()):
+            return None
+        else:
+            exact.append(module)
+    return exact if has_linear else None
 
 
 def with_full_params(model: Any, work: Callable[[], T]) -> T:
@@ -190,6 +235,7 @@ def full_tensors(
 
     Args:
         dtype: that floating-point tensors are cast to before they are moved; None: as they are.
+        idle: as of `full_weight`.
     """
     if ranks.size == 1 and (idle is None or idle.is_loaded):
         return {name: tensor.detach() for name, tensor in items}
@@ -235,7 +281,6 @@ def weight_names(owner: Any) -> list[list[str]]:
     if owner.has_adapter:
         return groups
     untrained = {name for name, _ in owner.model.named_parameters()}
-        idle: as of `full_weight`.
     untrained -= {name for name, _ in owner.trained_parameters()}
     return [names for names in groups if not untrained.issuperset(names)]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _phases import pause
 
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, record_digests
@@ -58,6 +59,7 @@ class Engine:
         return self._load(receive_by_file(path))
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        pause("hand-over")
         digests: dict[str, str] = {}
         with self.lock:
             self.model.load_state_dict(dict(record_digests(weights, digests)), strict=False)

@@ -81,6 +81,8 @@ class Model:
         active: parameters that a token visits.
         largest_weight: parameters of the embedding.
         routes: bytes of a token's recorded routes; 0 without router replay.
+        rounded: parameters of layers that are gathered in 16 bits: of linear modules, where the
+            forward pass is bfloat16. The other ones of a layer are gathered by themselves then.
     """
 
     parameters: int
@@ -91,6 +93,7 @@ class Model:
     active: int
     largest_weight: int = 0
     routes: int = 0
+    rounded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,12 @@ def traffic(model: Model, step: Step) -> dict[str, tuple[float, float]]:
     )
     calls = CALLS_OF_A_STEP * step.mini_batches + step.batches
     parts = others * (step.mini_batches + step.batches)
-    units = model.layers + 1
+    # A layer has its linear modules and the others in two collectives, where these are 16 bits.
+    of_layers = model.layers * (2 if model.rounded else 1)
+    units = of_layers + 1
+    # In a forward or backward pass; bytes are counted in float32 parameters.
+    read = model.parameters - model.rounded / 2
+    read_again = inner - model.rounded / 2
     return {
         CALLS: (others * calls, others * (CALL_BYTES * calls + SETTINGS_BYTES * step.mini_batches)),
         ROWS: (parts, batch * others / step.ranks + PART_BYTES * parts),
@@ -143,8 +151,8 @@ def traffic(model: Model, step: Step) -> dict[str, tuple[float, float]]:
             + PASS_BYTES * step.trained * others,
         ),
         LAYERS: (
-            step.trained * (units + model.layers) + step.forward * units,
-            weights * (step.trained * (model.parameters + inner) + step.forward * model.parameters),
+            step.trained * (units + of_layers) + step.forward * units,
+            weights * (step.trained * (read + read_again) + step.forward * read),
         ),
         GRADIENTS: (step.reductions * units, weights * step.reductions * model.parameters),
         ENGINE: (model.weights, weights * model.parameters),

@@ -129,13 +129,18 @@ def wait_for_step(run_path: Path, step: int) -> None:
     raise TimeoutError(f"no step {step} in {run_path}")
 
 
-def after_step_2(run_path: Path, fault: Callable[[], object]) -> None:
+def after_step_2(
+    run_path: Path,
+    fault: Callable[[], object],
+    *,
+    find_servers: Callable[[], list[int]] = servers,
+) -> None:
     """Cause a fault during the generation of a batch, which continues when the engine is back."""
     wait_for_step(run_path, 2)
-    before = servers()
+    before = find_servers()
     with held(run_path.parent):
         fault()
-        wait_for_server(before)
+        wait_for_server(before, find_servers)
         time.sleep(5)  # it gets its weights
 
 
@@ -150,10 +155,10 @@ def held(folder: Path) -> Iterator[None]:
         hold.unlink()
 
 
-def wait_for_server(before: list[int]) -> None:
+def wait_for_server(before: list[int], find_servers: Callable[[], list[int]] = servers) -> None:
     """Wait for a server that is none of these processes."""
     deadline = time.monotonic() + 200
-    while not (new := set(servers()) - set(before)) or not any(map(answers, new)):
+    while not (new := set(find_servers()) - set(before)) or not any(map(answers, new)):
         if time.monotonic() > deadline:
             raise TimeoutError("no engine was started again")
         time.sleep(0.2)

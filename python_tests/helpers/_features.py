@@ -54,6 +54,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "router replay": {"trainer.policy.moe_enable_routing_replay": True},
     "recorded experts": {f"{ENGINE}.enable_return_routed_experts": True},
     "moments in main memory": {"trainer.policy.optimizer_config.offload_after_step": True},
+    "weights in main memory": {"trainer.placement.offload_weights": True},
     "several ranks": {"trainer.placement.policy_num_gpus_per_node": 2},
     "ranks by the plan": {"trainer.placement.policy_num_gpus_per_node": None},
     "several nodes": {"trainer.placement.policy_num_nodes": 2},

@@ -15,8 +15,14 @@ HELPERS = Path(__file__).resolve().parent
 
 
 @contextmanager
-def cluster_of(cpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A head without CPUs, as where training is started from, and nodes with so many each."""
+def cluster_of(
+    cpus: Sequence[int], monkeypatch: pytest.MonkeyPatch, *, num_gpus: int = 0
+) -> Iterator[Cluster]:
+    """A head without CPUs, as where training is started from, and nodes with so many each.
+
+    Args:
+        num_gpus: that Ray takes each node to have.
+    """
     paths = [str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv(TAG, secrets.token_hex(8))
@@ -25,7 +31,7 @@ def cluster_of(cpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("RAY_health_check_failure_threshold", "5")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for number in cpus:
-        cluster.add_node(num_cpus=number)
+        cluster.add_node(num_cpus=number, num_gpus=num_gpus)
     ray.init(address=cluster.address, logging_level="error")
     try:
         yield cluster

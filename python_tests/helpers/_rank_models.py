@@ -19,6 +19,7 @@ from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     full_tensors,
     like_shard,
+    shard,
     shard_rows,
     weights_of,
 )
@@ -151,6 +152,38 @@ def wide_model() -> Any:
 
 def wide_models(ranks: Ranks) -> Wide:
     """Return the models."""
+    return _wide(ranks, Policy)
+
+
+def wide_models_in_bfloat16(ranks: Ranks) -> dict[str, Wide]:
+    """Return the models twice: as they are, and with weights that are gathered in float32."""
+    options = {"dtype": torch.bfloat16}
+    return {
+        "rounded": _wide(ranks, Policy, **options),
+        "exact": _wide(ranks, GatheredInFloat32, **options),
+    }
+
+
+class GatheredInFloat32(Policy):
+    """A policy whose weights autocast rounds, and no gather.
+
+    FSDP2 puts a node into autograd's graph before the first module of a group: a layer's first
+    norm, where linear modules are gathered in 16 bits and norms are a group of their own. It has
+    one here, too: a residual stream's gradient is the same sum in the same order then.
+    """
+
+    def distribute(self) -> None:
+        shard(self.root, self.ranks)
+        self.ranks.register(self)
+        for layer in self.model.model.layers:
+            layer.input_layernorm.register_forward_pre_hook(_with_a_node)
+
+
+def _with_a_node(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+    return tuple(value.view_as(value) for value in inputs)
+
+
+def _wide(ranks: Ranks, kind: type[Policy], **options: Any) -> Wide:
     torch.set_num_threads(1)
-    policy = Policy(wide_model(), max_tokens_per_microbatch=1600, ranks=ranks)
+    policy = kind(wide_model(), max_tokens_per_microbatch=1600, ranks=ranks, **options)
     return Wide(ranks, policy, Optimizer(policy, OptimizerConfig(lr=1e-3), total_steps=9))

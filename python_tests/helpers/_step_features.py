@@ -332,6 +332,7 @@ _START = "is about the weights that a run begins with; the step is the same"
 NOT_COVERED = {
     "router replay": "needs a mixture of experts, whose routers the reference does not have",
     "recorded experts": "only router replay reads them",
+    "weights in main memory": "they are on the device in a step, and copied between steps",
     "several ranks": "needs processes; ranks are compared with one process",
     "ranks by the plan": "chooses the number of ranks",
     "several nodes": "their ranks are those of one machine",

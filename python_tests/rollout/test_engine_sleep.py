@@ -86,9 +86,12 @@ class FakePolicy:
     dtype = torch.bfloat16
     router_replay = False
 
-    def __init__(self, events: list[str], adapter: str = "") -> None:
+    offloaded_bytes = 8
+
+    def __init__(self, events: list[str], adapter: str = "", *, num_ranks: int = 1) -> None:
         self.events = events
         self.adapter = adapter
+        self.ranks = SimpleNamespace(size=num_ranks)
 
     def with_adapter(self, name: str) -> Any:
         return FakePolicy(self.events, name)
@@ -106,12 +109,20 @@ class FakePolicy:
     def offload_base(self) -> None:
         self.events.append("base off")
 
+    def load_weights(self) -> None:
+        self.events.append("weights on")
+
+    def offload_weights(self) -> None:
+        self.events.append("weights off")
+
     def sequence_logprobs(self, sequences: list[list[int]]) -> list[tuple[list[float], float]]:
         self.events.append(f"probe {self.adapter}".strip())
         return [([float(len(self.adapter))] * (len(ids) - 1), 1.0) for ids in sequences]
 
 
-def events_of_an_update(*overrides: str, adapters: Sequence[str] = ()) -> list[str]:
+def events_of_an_update(
+    *overrides: str, adapters: Sequence[str] = (), num_ranks: int = 1
+) -> list[str]:
     needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
     config = load_config(None, [*needed, *overrides])
     events: list[str] = []
@@ -122,10 +133,12 @@ def events_of_an_update(*overrides: str, adapters: Sequence[str] = ()) -> list[s
     rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
 
     async def go() -> None:
-        policy: Any = FakePolicy(events)
+        policy: Any = FakePolicy(events, num_ranks=num_ranks)
         await rollouts.update_weights(policy, version=0)
         await rollouts.sleep(policy)
-        await rollouts.update_weights(policy, version=1)
+        metrics = await rollouts.update_weights(policy, version=1)
+        leaves = config.offloads_weights(config.engine_place)
+        assert metrics.get("sync/offloaded_bytes") == (8.0 if leaves else None)
 
     asyncio.run(go())
     of_policies = [PROBE_SEQUENCES * [([len(name)] * 2, 1.0)] for name in adapters or [""]]
@@ -147,6 +160,21 @@ def test_trainer_and_engine_have_the_base_on_the_gpu_by_turns() -> None:
     """The engine is asleep while the trainer's base is on the GPU, also before the first update."""
     update = ["sleep", "base on", "probe", "base off", "a", "b", "free", "load"]
     assert events_of_an_update(*LORA) == [*update, "sleep", "base on", *update]
+
+
+@pytest.mark.spec("memory.offload-weights")
+def test_weights_are_on_the_gpu_while_the_engine_sleeps() -> None:
+    """One rank sends its copies in main memory; several gather on the GPUs, and make room then."""
+    chosen = "trainer.placement.offload_weights=true"
+    on = [chosen, "generator.inference_engine.enable_sleep_mode=true"]
+    probe = ["sleep", "weights on", "probe"]
+    update = [*probe, "weights off", "a", "b", "weights off", "free", "load"]
+    assert events_of_an_update(*on) == [*update, "sleep", "weights on", *update]
+    update = [*probe, "a", "b", "weights off", "free", "load"]
+    assert events_of_an_update(*on, num_ranks=2) == [*update, "sleep", "weights on", *update]
+    # Of an adapter the base leaves, and an engine that is awake has memory of its own.
+    assert "weights off" not in events_of_an_update(*LORA, chosen)
+    assert "weights off" not in events_of_an_update(chosen)
 
 
 def test_the_trainer_computes_its_side_of_the_probe_once_for_each_policy() -> None:

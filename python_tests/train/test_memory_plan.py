@@ -279,6 +279,45 @@ def test_moments_leave_the_gpu_where_they_do_not_fit(small: Path) -> None:
     assert roomy.trainer.policy.optimizer_config.offload_after_step is None
 
 
+@pytest.mark.spec("memory.offload-weights")
+def test_weights_leave_the_gpu_where_generation_does_not_fit(small: Path) -> None:
+    parameters = 494_032_768
+    capacity = num_bytes("40GiB")
+    share = "generator.inference_engine.gpu_memory_utilization=0.82"
+    stay = "trainer.placement.offload_weights=false"
+    kept = plan_memory(config_of(small, share, stay, STAYS), capacity=capacity)
+    assert not kept.fits
+    plan = plan_memory(config_of(small, share), capacity=capacity)
+    assert plan.fits and plan.offloads_weights and not plan.offloads_moments
+    assert "weights are in main memory while the engine generates" in str(plan)
+    update, generation = sizes(plan), sizes(plan, 1)
+    assert update["weights, float32"] == 4 * parameters
+    assert set(update) & set(generation) == {"AdamW's moments"}
+    # Their copies, and a file for the engine with what it is made from, in bfloat16.
+    assert plan.host_bytes == kept.host_bytes + 4 * parameters + 2 * 2 * parameters
+    config = config_of(small, share)
+    assert plan_on(FakeGpus((capacity,)), config) is not None
+    assert config.trainer.placement.offload_weights is True
+    assert config.generator.inference_engine.weight_sync_backend == "file"
+    on = "trainer.placement.offload_weights=true"
+    two = "trainer.placement.policy_num_gpus_per_node=2"
+    several = plan_memory(config_of(small, on, two), capacity=GPU, num_gpus=2)
+    names = [device.name.rpartition(", ")[2] for device in several.devices]
+    assert names == ["update", "generation", "hand-over"]
+    both = sizes(several, 2)
+    assert both["weights, float32"] == both["engine: weights"] == 2 * parameters
+
+
+def test_nodes_are_planned_alike(small: Path) -> None:
+    placement = "trainer.placement.policy_num"
+    nodes = [f"{placement}_nodes=2", f"{placement}_gpus_per_node=2"]
+    plan = plan_memory(config_of(small, *nodes), capacity=GPU, num_gpus=2)
+    names = [device.name for device in plan.devices]
+    assert names == ["each of GPU 0 to 1, update", "each of GPU 0 to 1, generation"]
+    assert sizes(plan)["weights, float32"] == 494_032_768  # of four ranks
+    assert str(plan).startswith("the first of 2 nodes; the others are like it\nGPU     0  1\n")
+
+
 @pytest.mark.spec("memory.sleep")
 def test_a_sleeping_engine_leaves_the_update_its_memory(small: Path) -> None:
     """The phases share weights and moments; each has what the other frees."""

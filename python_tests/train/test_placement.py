@@ -4,11 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _features import BASE, ENGINE
 
-from skyrl_fast.config import Config, ConfigError, as_config
+from skyrl_fast.config import Config, ConfigError, as_config, check_config
 from skyrl_fast.train import cluster
 from skyrl_fast.train.parallel.ranks import RankError
-from skyrl_fast.train.placement import EnginePlacement, engine_placement, rank_choices
+from skyrl_fast.train.parallel.ray_ranks import EnginesOfNode, bundles_beside_ranks
+from skyrl_fast.train.placement import (
+    EnginePlacement,
+    draw_nodes,
+    engine_placement,
+    node_placement,
+    rank_choices,
+)
 
 
 def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
@@ -138,6 +146,70 @@ def test_what_only_an_engine_in_the_trainers_process_does_takes_one() -> None:
 def test_impossible_placements_are_refused(engine: dict[str, Any], wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
         engine_placement(config_of(1, **engine), 2)
+
+
+def config_of_nodes(ranks: int, **engine: Any) -> Config:
+    config = config_of(ranks, **engine)
+    config.trainer.placement.policy_num_nodes = 2
+    return config
+
+
+@pytest.mark.spec("memory.engine-gpus")
+def test_each_of_several_nodes_has_the_same_engines() -> None:
+    by_gloo = EnginePlacement(((0,), (1,)), (0, 1), True, "gloo")
+    assert engine_placement(config_of_nodes(2), 2) == by_gloo
+    assert engine_placement(config_of_nodes(2, num_engines=4), 2) == by_gloo
+    spare = EnginePlacement(((2,), (3,)), (), False, "gloo")
+    assert node_placement(config_of_nodes(2), 4) == spare
+    assert node_placement(config_of_nodes(2), 0) == EnginePlacement(((),), (), False, "gloo")
+    two = node_placement(config_of_nodes(2, num_engines=4), 0)
+    assert two == EnginePlacement(((), ()), (), False, "gloo")
+    # One engine is in rank 0's process, on its GPU.
+    one = config_of_nodes(2, num_engines=1)
+    assert not one.spreads_engines
+    assert engine_placement(one, 1) == EnginePlacement(((0,),), (0,), True, "file")
+
+
+def test_engines_of_several_nodes_are_as_many_on_each() -> None:
+    wanted = "num_engines: expected null, 1 or a multiple of .*policy_num_nodes=2, got 3"
+    settings = {"trainer.placement.policy_num_nodes": 2, f"{ENGINE}.num_engines": 3, **BASE}
+    with pytest.raises(ConfigError, match=wanted):
+        check_config(as_config(settings))
+
+
+@pytest.mark.spec("update.colocated-nodes")
+def test_an_engine_has_the_gpus_that_its_ranks_have_reserved() -> None:
+    group = object()
+    gpus = [["7"], ["3"], ["0"], ["1"]]  # of ranks 0 to 3, two on a node
+    each = bundles_beside_ranks(group, EnginesOfNode(((0,), (1,)), 1.0, 2), 2, gpus)
+    assert [(bundle.index, bundle.gpus_of_ranks) for bundle in each] == [
+        (0, ("7",)),
+        (0, ("3",)),
+        (1, ("0",)),
+        (1, ("1",)),
+    ]
+    assert all(bundle.taken == {"CPU": 1.0, "GPU": 0.0} for bundle in each)
+    parallel = EnginesOfNode(((0, 1, 2),), 4.0, 3)  # the last GPU has no rank
+    assert parallel.resources(2) == {"CPU": 4.0, "GPU": 1.0}
+    first, second = bundles_beside_ranks(group, parallel, 2, gpus)
+    assert (first.gpus_of_ranks, second.gpus_of_ranks) == (("7", "3"), ("0", "1"))
+    assert second.taken == {"CPU": 4.0, "GPU": 1.0}
+    on_cpus = bundles_beside_ranks(group, EnginesOfNode(((),), 1.0, None), 1, [[], []])
+    assert [(bundle.index, bundle.gpus_of_ranks) for bundle in on_cpus] == [(0, ()), (1, ())]
+
+
+def test_the_first_of_several_nodes_is_drawn() -> None:
+    config = config_of_nodes(2)
+    assert draw_nodes(config, engine_placement(config, 2)) == (
+        "the first of 2 nodes; the others are like it\n"
+        "GPU     0  1\n"
+        "rank    0  1\n"
+        "engine  0  1\n"
+        "engines get their weights by gloo; they sleep during updates"
+    )
+    one = config_of_nodes(2, num_engines=1)
+    drawn = draw_nodes(one, engine_placement(one, 2))
+    assert drawn.startswith("the first of 2 nodes; the others have ranks alone\n")
 
 
 @pytest.mark.spec("update.node-lost")

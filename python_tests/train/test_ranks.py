@@ -26,7 +26,7 @@ from skyrl_fast.train.model.policy import Policy, WithoutAdapter
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
-from skyrl_fast.train.parallel.sharding import full_state_dict
+from skyrl_fast.train.parallel.sharding import full_state_dict, local_tensor
 from skyrl_fast.train.update import update_policy
 
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}  # float32 sums in another order
@@ -231,6 +231,36 @@ def test_the_shards_of_a_frozen_base_leave_and_come_back(both: Both) -> None:
     for models in (both.alone, both.shared):
         update(models, "adapter", batch)
     assert_close(*(weights(models.policies["adapter"]) for models in (both.alone, both.shared)))
+
+
+def save(policy: Policy, folder: Path) -> None:
+    folder.mkdir()
+    policy.save(folder)
+    policy.ranks.files.start(folder)
+    policy.ranks.files.wait()
+
+
+@pytest.mark.spec("memory.offload-weights")
+def test_the_shards_of_all_weights_leave_and_come_back(both: Both, tmp_path: Path) -> None:
+    """They are gathered in main memory meanwhile, also those of fewer rows than others."""
+    policy, batch = both.shared.policies["tied"], agent_batch(9, num_groups=4)
+    expected, full = policy.batch_logprobs(batch), weights(policy)
+    policy.move_to_host()
+    shards = {n: local_tensor(p).untyped_storage() for n, p in policy.model.named_parameters()}
+    assert not any(storage.nbytes() for storage in shards.values())
+    found = weights(policy)
+    assert found.keys() == full.keys()
+    assert all(torch.equal(value, full[name]) for name, value in found.items())
+    # Each rank gathers all layers for its part of the file.
+    save(policy, tmp_path / "there")
+    policy.move_to_device()
+    save(policy, tmp_path / "back")
+    for file in (tmp_path / "back").iterdir():
+        assert file.read_bytes() == (tmp_path / "there" / file.name).read_bytes(), file.name
+    assert torch.equal(policy.batch_logprobs(batch), expected)
+    for models in (both.alone, both.shared):
+        update(models, "tied", batch)
+    assert_close(*(weights(models.policies["tied"]) for models in (both.alone, both.shared)))
 
 
 @pytest.mark.spec("update.ranks-checkpoint")

@@ -1,11 +1,12 @@
 """What ranks exchange is what the formulas of docs/design/022 say, within 5 %."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from _rank_models import Wide, wide_models
+from _rank_models import Wide, wide_models, wide_models_in_bfloat16
 from _training import folder as folder
 from _training import settings, train
 
@@ -32,24 +33,24 @@ from skyrl_fast.train.update import update_policy
 ROWS, LENGTH, RESPONSE = 32, 400, 200
 
 
-def long_rows() -> StepBatch:
+def long_rows(rows: int = ROWS) -> StepBatch:
     """Return rows of equal lengths, all of whose responses are trained."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2, ROWS * RESPONSE, generator=generator)
-    ends = torch.arange(ROWS + 1, dtype=torch.int32)
-    numbers = torch.arange(ROWS, dtype=torch.int32)
+    values = torch.randn(2, rows * RESPONSE, generator=generator)
+    ends = torch.arange(rows + 1, dtype=torch.int32)
+    numbers = torch.arange(rows, dtype=torch.int32)
     return StepBatch(
-        tokens=torch.randint(1, 250, (ROWS * LENGTH,), generator=generator, dtype=torch.int32),
+        tokens=torch.randint(1, 250, (rows * LENGTH,), generator=generator, dtype=torch.int32),
         cu_seqlens=ends * LENGTH,
         cu_responses=ends * RESPONSE,
-        loss_mask=torch.ones(ROWS * RESPONSE, dtype=torch.uint8),
-        rewards=torch.zeros(ROWS * RESPONSE),
-        row_rewards=torch.zeros(ROWS),
+        loss_mask=torch.ones(rows * RESPONSE, dtype=torch.uint8),
+        rewards=torch.zeros(rows * RESPONSE),
+        row_rewards=torch.zeros(rows),
         group_ids=numbers // 4,
         trajectory_ids=numbers,
-        is_last_step=torch.ones(ROWS, dtype=torch.bool),
-        policy_version=torch.zeros(ROWS, dtype=torch.int32),
-        uids=tuple(f"prompt {number}" for number in range(ROWS // 4)),
+        is_last_step=torch.ones(rows, dtype=torch.bool),
+        policy_version=torch.zeros(rows, dtype=torch.int32),
+        uids=tuple(f"prompt {number}" for number in range(rows // 4)),
         rollout_logprobs=-values[0].abs(),
         old_logprobs=-values[0].abs(),
         advantages=values[1],
@@ -110,6 +111,61 @@ def test_counters_are_those_of_the_formulas(tmp_path: Path, size: int) -> None:
         rows = ROWS / 2 * (2 * 4 * LENGTH + (17 + 5) * RESPONSE + 2 * 69)
         assert wanted[SENT_ROWS] == (2, rows + 2 * 1200)
         assert wanted[RESULTS] == (2, 2 * 12 * ROWS * RESPONSE / 2 + passes * 1900)
+
+
+@pytest.mark.spec("update.ranks-gather-16")
+def test_weights_are_gathered_in_the_dtype_of_the_products_and_no_bit_changes(
+    tmp_path: Path,
+) -> None:
+    """Those of linear modules; norms and what is outside the layers stay float32."""
+    rows, size = 16, 2  # two passes of a rank
+    batch = long_rows(rows)
+    found: dict[str, Mapping[str, float]] = {}
+    results: dict[str, list[torch.Tensor]] = {}
+    make = wide_models_in_bfloat16
+    with start_ranks(size, make, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+        both = make(ranks)
+        for name, models in both.items():
+            ranks.traffic.take()
+            results[name] = [models.policy.batch_logprobs(batch)]
+            for _ in range(2):
+                updated = update_policy(
+                    models.policy,
+                    models.optimizer,
+                    batch,
+                    algorithm=AlgorithmConfig(),
+                    mini_batch_size=rows // 4,
+                )
+            found[name] = ranks.traffic.take()
+            results[name] += dict(models.policy.named_weights()).values()
+    for one, other in zip(*results.values(), strict=True):
+        assert torch.equal(one, other)
+    layers = list(both["exact"].policy.model.model.layers)
+    linear = [m for m in layers[0].modules() if isinstance(m, torch.nn.Linear)]
+    rounded = len(layers) * sum(p.numel() for m in linear for p in m.parameters())
+    counts = [p.numel() for p in both["exact"].policy.model.parameters()]
+    inner = [p.numel() for p in layers[0].parameters()]
+    root = sum(counts) - len(layers) * sum(inner)
+    passes = -(-int(updated["policy/num_micro_batches"]) // size)
+    model = Model(sum(counts), root, sum(inner), len(layers), len(counts), active=sum(counts))
+    step = Step(
+        ranks=size,
+        tokens=rows * LENGTH,
+        responses=rows * RESPONSE,
+        rows=rows,
+        trained=2 * passes,
+        forward=passes,
+        reductions=2,
+    )
+    for name, each in (("exact", model), ("rounded", replace(model, rounded=rounded))):
+        wanted = traffic(each, step)
+        for kind in (LAYERS, GRADIENTS):
+            messages, num_bytes = wanted[kind]
+            assert found[name][f"traffic/{kind}_messages"] == messages, (name, kind)
+            assert found[name][f"traffic/{kind}_bytes"] == num_bytes, (name, kind)
+    # By hand: half of the bytes, but for norms and embeddings.
+    saved = found["exact"]["traffic/layers_bytes"] - found["rounded"]["traffic/layers_bytes"]
+    assert saved == (2 * 2 + 1) * passes * 2 * rounded / size
 
 
 @pytest.mark.slow  # starts a process

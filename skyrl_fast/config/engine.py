@@ -29,7 +29,8 @@ class InferenceEngineConfig:
         None,
         "engines that the run starts. null: one for each GPU of the trainer's, or for each "
         "tensor_parallel_size of them: on GPUs that no rank uses, as far as there are any, else on "
-        "the trainer's; one without a GPU, with several policies, or on a cluster",
+        "the trainer's; one with several policies, or on a cluster; one without a GPU, on each of "
+        "several nodes",
         at_least=1,
     )
     tensor_parallel_size: int = setting(

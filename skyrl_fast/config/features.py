@@ -167,10 +167,8 @@ def _importable_loss(config: Config) -> str:
 
 
 def _sends_files_to_cluster(config: Config) -> bool:
-    return (
-        config.engine_place is EnginePlace.CLUSTER
-        and _engine(config, "weight_sync_backend") == "file"
-    )
+    has_nodes = config.engine_place is EnginePlace.CLUSTER or config.spreads_engines
+    return has_nodes and _engine(config, "weight_sync_backend") == "file"
 
 
 def _replicas(config: Config) -> int:
@@ -556,6 +554,20 @@ _MODELS = (
         is_on=lambda config: bool(config.trainer.policy.optimizer_config.offload_after_step),
     ),
     Feature(
+        name="weights in main memory",
+        setting="trainer.placement.offload_weights",
+        on="true",
+        off="null or false",
+        is_on=lambda config: bool(config.trainer.placement.offload_weights),
+        excludes={
+            "asynchronous training": "the trainer computes while engines generate",
+            "engines on servers": "their GPUs are not the trainer's",
+            "engines on a cluster": "their GPUs are not the trainer's",
+            "router replay": "the probe replays routes while the engine is awake",
+            "weights by CUDA IPC": "they are not on the GPU when the engine loads them",
+        },
+    ),
+    Feature(
         name="several ranks",
         setting="trainer.placement.policy_num_gpus_per_node",
         on="more than 1, or several nodes",
@@ -580,6 +592,11 @@ _MODELS = (
         on="more than 1",
         off="1",
         is_on=lambda config: config.trainer.placement.policy_num_nodes > 1,
+        excludes={
+            "chosen GPUs of the engine": "Ray numbers the GPUs of each node",
+            "replicas of an engine": "num_engines says how many the nodes have",
+            "weights by CUDA IPC": "the weights are sharded over the nodes",
+        },
     ),
     Feature(
         name="start from a checkpoint",
@@ -699,7 +716,7 @@ _ENGINES = (
     Feature(
         name="weights by file to a cluster",
         setting=f"{ENGINE}.weight_sync_backend",
-        on="file, with engines on a cluster",
+        on="file, with engines on several nodes",
         off="auto",
         is_on=_sends_files_to_cluster,
         needs=(Need(("folder of weights",), "an engine on another node reads it"),),

@@ -118,6 +118,13 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     check_agent_names(config)
     urls = generator.inference_engine.external_server_urls
     _check_server_addresses(urls, "generator.inference_engine.external_server_urls")
+    nodes = trainer.placement.policy_num_nodes
+    num_engines = generator.inference_engine.num_engines or nodes
+    if config.spreads_engines and num_engines % nodes:
+        raise ConfigError(
+            "generator.inference_engine.num_engines: expected null, 1 or a multiple of "
+            f"trainer.placement.policy_num_nodes={nodes}, got {num_engines}"
+        )
     budget = generator.compaction.budget
     if budget is not None and budget > generator.max_input_length:
         raise ConfigError(

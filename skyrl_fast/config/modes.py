@@ -8,7 +8,7 @@ from enum import Enum
 class EnginePlace(Enum):
     """Where a run's engines compute.
 
-    HERE_AWAKE: in a process of the trainer's machine, on GPUs of its own or next to the trainer.
+    HERE_AWAKE: on the machines of the ranks, on GPUs of its own or next to the trainer.
     HERE_ASLEEP: there, on GPUs of the trainer, whose memory it frees during updates.
     SERVERS: on servers that were there before the run.
     CLUSTER: on nodes of a Ray cluster, started by the run.

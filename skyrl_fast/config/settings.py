@@ -361,8 +361,13 @@ class PlacementConfig:
     )
     colocate_all: bool = setting(
         True,
-        "whether engines run on the machine of rank 0, on GPUs that no rank uses or else on the "
-        "trainer's; false: engines are on GPUs of their own, of any node of a Ray cluster",
+        "whether engines run on the machines of the ranks, on GPUs that no rank uses or else on "
+        "the trainer's; false: engines are on GPUs of their own, of any node of a Ray cluster",
+    )
+    offload_weights: bool | None = setting(
+        None,
+        "whether the models' weights are in main memory while engines on their GPUs generate; "
+        "null: on the GPUs, where the run would not fit otherwise",
     )
 
     @property
@@ -652,6 +657,14 @@ class Config:
         return self.generator.inference_engine.num_engines or 1
 
     @property
+    def spreads_engines(self) -> bool:
+        """Whether each of several nodes has engines beside its ranks; else rank 0's alone may."""
+        has_nodes = self.trainer.placement.policy_num_nodes > 1
+        # Several policies are those of one engine, in rank 0's process.
+        has_one = self.generator.inference_engine.num_engines == 1 or bool(self.policies)
+        return has_nodes and self.engine_place.is_here and not has_one
+
+    @property
     def engine_dtype(self) -> str:
         """Dtype of the engines, by name; "auto": the default of the device."""
         chosen = self.generator.inference_engine.model_dtype
@@ -708,6 +721,14 @@ class Config:
         is_adapter = self.engine_weights is EngineWeights.ADAPTER
         replays = self.trainer.policy.moe_enable_routing_replay
         return place is EnginePlace.HERE_ASLEEP and is_adapter and not replays
+
+    def offloads_weights(self, place: EnginePlace) -> bool:
+        """Return whether all models leave the GPUs while engines of this place are awake.
+
+        Of a policy with an adapter only the base does (`offloads_base`).
+        """
+        is_chosen = bool(self.trainer.placement.offload_weights)
+        return place is EnginePlace.HERE_ASLEEP and is_chosen and not self.trains_adapter
 
     @property
     def max_staleness(self) -> int:

@@ -51,6 +51,8 @@ SKYRL_ONLY = {
     f"{_MODELS}.model.fake_int4_qat": "weights are trained in float32; remove it",
     f"{_MODELS}.fsdp_config.mixed_precision": "weights are float32, the forward pass is in "
     "trainer.policy.dtype",
+    f"{_MODELS}.fsdp_config.cpu_offload": "weights are in main memory while engines on their GPUs "
+    f"generate by {_PLACEMENT}.offload_weights; remove it",
     f"{_MODELS}.fsdp_config": "FSDP2 shards each layer over all ranks; "
     f"{_PLACEMENT}.policy_num_gpus_per_node is the number of ranks; remove it",
     f"{_MODELS}.sequence_parallel_size": "all models have "

@@ -28,7 +28,8 @@ from skyrl_fast.train.checkpoint.local import STATE, checkpoints
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.parallel.rank_processes import RankStarter
 from skyrl_fast.train.parallel.ranks import RankError
-from skyrl_fast.train.parallel.ray_ranks import RayRanks
+from skyrl_fast.train.parallel.ray_ranks import EnginesOfNode, RayRanks
+from skyrl_fast.train.placement import node_placement
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class _Reservation:
     nodes: int
     ranks: Any  # a placement group with a bundle per node
     engines: tuple[EngineBundle, ...] = ()  # a place may have no node yet
+    beside: EnginesOfNode | None = None  # engines in the bundles of the ranks
 
     def release(self, ray: Any) -> None:
         for group in {place.group.id: place.group for place in self.engines}.values():
@@ -73,6 +75,7 @@ def run_on_cluster(
     run_here: RunHere,
     checkpoint_folder: Path,
     *,
+    with_engines: bool = False,
     seconds: ClusterSeconds = SECONDS,
 ) -> Any:
     """Return the result of `run_here`, called in an actor on the first of the run's nodes.
@@ -83,6 +86,8 @@ def run_on_cluster(
 
     Args:
         run_here: picklable; gets the settings, the signals to stop by, and who starts the ranks.
+        with_engines: whether the run has engines, which each node gets room for where they are
+            beside ranks.
         seconds: how long it waits for nodes.
 
     Raises:
@@ -97,10 +102,11 @@ def run_on_cluster(
 
         def attempt(config: Config) -> Any:
             nonlocal nodes
-            reserved = _reserve(ray, config, nodes, seconds)
+            beside = _engines_of_node(ray, config) if with_engines else None
+            reserved = _reserve(ray, config, nodes, seconds, beside)
             nodes = reserved.nodes
             try:
-                return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
+                return _attempt(ray, reserved, _on_nodes(config, nodes, beside), run_here)
             finally:
                 reserved.release(ray)
 
@@ -156,16 +162,40 @@ def _ray() -> Any:
         raise RunError(str(error)) from error
 
 
-def _reserve(ray: Any, config: Config, nodes: int, seconds: ClusterSeconds) -> _Reservation:
+def _engines_of_node(ray: Any, config: Config) -> EnginesOfNode | None:
+    """Return the engines of each of several nodes; None: they are elsewhere."""
+    if not config.spreads_engines:
+        return None
+    placement = config.trainer.placement
+    sizes = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            sizes.append(int(node["Resources"].get("GPU", 0)))
+    sizes.sort(reverse=True)
+    num_gpus = None
+    if sizes[0] > 0 and config.trainer.device != "cpu":
+        # As many as the nodes with most of them have; too few for the ranks are none to reserve.
+        num_gpus = max(min(sizes[: placement.policy_num_nodes]), placement.ranks_per_node)
+    engines = node_placement(config, num_gpus or 0).engines
+    return EnginesOfNode(engines, _engine_bundle(ray, config)["CPU"], num_gpus)
+
+
+def _reserve(
+    ray: Any,
+    config: Config,
+    nodes: int,
+    seconds: ClusterSeconds,
+    beside: EnginesOfNode | None,
+) -> _Reservation:
     # Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
     # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
     for count in possible_counts(config, nodes):
-        reserved = _reserve_all(ray, config, count, seconds.place)
+        reserved = _reserve_all(ray, config, count, seconds.place, beside)
         if reserved is None and config.engine_place is EnginePlace.CLUSTER:
             reserved = _reserve_some(ray, config, count, seconds.settle)
         if reserved is not None:
             return reserved
-        wanted = f"{_describe_request(ray, config, count)} free within {seconds.place:g} s"
+        wanted = f"{_describe_request(ray, config, count, beside)} free within {seconds.place:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     # What the cluster has, next to what was asked for.
     alive = []
@@ -187,7 +217,9 @@ def possible_counts(config: Config, nodes: int) -> Iterator[int]:
             yield count
 
 
-def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:
+def _reserve_all(
+    ray: Any, config: Config, nodes: int, seconds: float, beside: EnginesOfNode | None
+) -> _Reservation | None:
     """Reserve nodes and all engines; None if that is not possible in so many seconds."""
     deadline = time.monotonic() + seconds
     engines: tuple[EngineBundle, ...] = ()
@@ -195,8 +227,9 @@ def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reser
         bundles = [_engine_bundle(ray, config)] * config.num_engines
         group = ray.util.placement_group(bundles, strategy="PACK")
         engines = tuple(EngineBundle(group, bundle) for bundle in range(len(bundles)))
-    ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
-    reserved = _Reservation(nodes, ranks, engines)
+    of_nodes = [_rank_bundle(ray, config, beside)] * nodes
+    ranks = ray.util.placement_group(of_nodes, strategy="STRICT_SPREAD")
+    reserved = _Reservation(nodes, ranks, engines, beside)
     groups = [ranks, *(place.group for place in engines[:1])]
     if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
         return reserved
@@ -223,8 +256,14 @@ def _reserve_some(ray: Any, config: Config, nodes: int, seconds: float) -> _Rese
     return None
 
 
-def _rank_bundle(ray: Any, config: Config) -> dict[str, float]:
-    return _bundle(ray, config.trainer.placement.ranks_per_node, cpus=None)
+def _rank_bundle(ray: Any, config: Config, beside: EnginesOfNode | None = None) -> dict[str, float]:
+    """Return what a node's ranks reserve, and the engines beside them."""
+    per_node = config.trainer.placement.ranks_per_node
+    bundle = _bundle(ray, per_node, cpus=None)
+    if beside is not None:
+        engines = beside.resources(per_node)
+        bundle = {name: number + engines[name] for name, number in bundle.items()}
+    return bundle
 
 
 def _engine_bundle(ray: Any, config: Config) -> dict[str, float]:
@@ -238,16 +277,27 @@ def _bundle(ray: Any, gpus: int, *, cpus: int | None) -> dict[str, float]:
     return bundle | ({"GPU": float(gpus)} if ray.cluster_resources().get("GPU", 0) else {})
 
 
-def _describe_request(ray: Any, config: Config, nodes: int) -> str:
-    text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {_rank_bundle(ray, config)}"
+def _describe_request(ray: Any, config: Config, nodes: int, beside: EnginesOfNode | None) -> str:
+    bundle = _rank_bundle(ray, config, beside)
+    text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {bundle}"
     if config.engine_place is EnginePlace.CLUSTER:
         text += f" and an engine with {_engine_bundle(ray, config)}"
     return text
 
 
-def _on_nodes(config: Config, nodes: int) -> Config:
+def _on_nodes(config: Config, nodes: int, beside: EnginesOfNode | None) -> Config:
+    """Return the settings of so many nodes, each with its engines; also of one that remains."""
     placement = replace(config.trainer.placement, policy_num_nodes=nodes)
-    return replace(config, trainer=replace(config.trainer, placement=placement))
+    engine = config.generator.inference_engine
+    if beside is not None:
+        engine = replace(engine, num_engines=nodes * len(beside.gpus))
+        if engine.weight_sync_backend == "auto":
+            engine.weight_sync_backend = "gloo"
+    return replace(
+        config,
+        trainer=replace(config.trainer, placement=placement),
+        generator=replace(config.generator, inference_engine=engine),
+    )
 
 
 def identity_of(checkpoint: Path) -> tuple[str, int, bytes]:
@@ -326,7 +376,7 @@ class _RankZero:
 
     def run(self, config: Config, run_here: RunHere, reserved: _Reservation) -> Any:
         per_node = config.trainer.placement.ranks_per_node
-        starter = RayRanks(reserved.ranks, per_node, reserved.engines)
+        starter = RayRanks(reserved.ranks, per_node, reserved.engines, reserved.beside)
         return run_here(config, self._signals, starter)
 
     def stop(self, number: int) -> None:

@@ -33,7 +33,7 @@ class EnginePlacement:
 
 
 def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
-    """Return where the run's own engines compute.
+    """Return where the run's own engines compute, on a machine with so many GPUs.
 
     | `num_engines` | `gpu_ids` | engines |
     |---|---|---|
@@ -43,7 +43,9 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     | null | given | as many as these are enough for |
 
     With `tensor_parallel_size` and its like, an engine takes several GPUs. A run with several
-    policies, or whose weights are read by CUDA IPC, has one engine unless a number is set.
+    policies, or whose weights are read by CUDA IPC, has one engine unless a number is set. Of
+    several nodes that have engines (`Config.spreads_engines`), each has the same, and a part of
+    `num_engines`.
 
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
@@ -57,7 +59,7 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     ranks = config.trainer.placement.ranks_per_node
     each = engine.num_gpus
     if engine.gpu_ids is not None:
-        gpu_ids = _check_gpu_ids(engine.gpu_ids, engine.num_engines, each, num_gpus)
+        gpu_ids = _check_gpu_ids(engine.gpu_ids, _number_of_machine(config), each, num_gpus)
     else:
         gpu_ids = _choose_gpus(config, ranks, each, num_gpus)
     engines = []
@@ -96,6 +98,33 @@ def rank_choices(config: Config, num_gpus: int, *, with_engine: bool = True) -> 
     shared = config.trainer.policy.sequence_parallel_size
     choices = [ranks for ranks in range(max(1, least), most + 1) if ranks % shared == 0]
     return choices or [max(1, most // shared * shared)]
+
+
+def node_placement(config: Config, num_gpus: int) -> EnginePlacement:
+    """Return the engines of each of several nodes; without a GPU there is one unless more are set.
+
+    Args:
+        num_gpus: those of a node that the run may use; 0: it computes on CPUs.
+    """
+    if num_gpus > 0:
+        return engine_placement(config, num_gpus)
+    number = _number_of_machine(config) or 1
+    backend = config.generator.inference_engine.weight_sync_backend
+    return EnginePlacement(((),) * number, (), False, "gloo" if backend == "auto" else backend)
+
+
+def draw_nodes(config: Config, placement: EnginePlacement | None) -> str:
+    """Return which GPU holds which rank and which engine, of several nodes for the first one."""
+    ranks = config.trainer.placement.ranks_per_node
+    nodes = config.trainer.placement.policy_num_nodes
+    drawing = draw_placement(ranks, placement)
+    if nodes == 1 or not drawing:
+        return drawing
+    if config.spreads_engines or placement is None:
+        others = "the others are like it"
+    else:
+        others = "the others have ranks alone"
+    return f"the first of {nodes} nodes; {others}\n{drawing}"
 
 
 def draw_placement(num_ranks: int, placement: EnginePlacement | None) -> str:
@@ -146,7 +175,7 @@ def _check_gpu_ids(
 
 def _choose_gpus(config: Config, ranks: int, each: int, num_gpus: int) -> tuple[int, ...]:
     """Return the last GPUs if the trainer leaves enough of them, else the first ones."""
-    number = config.generator.inference_engine.num_engines
+    number = _number_of_machine(config)
     spare = num_gpus - ranks
     if number is None:
         number = _default_number(config, ranks, each, spare)
@@ -163,6 +192,14 @@ def _choose_gpus(config: Config, ranks: int, each: int, num_gpus: int) -> tuple[
     return tuple(range(first, first + total))
 
 
+def _number_of_machine(config: Config) -> int | None:
+    """Return how many engines a machine has by the settings; None: they leave it open."""
+    number = config.generator.inference_engine.num_engines
+    if number is None or not config.spreads_engines:
+        return number
+    return number // config.trainer.placement.policy_num_nodes
+
+
 def _default_number(config: Config, ranks: int, each: int, spare: int) -> int:
     backend = config.generator.inference_engine.weight_sync_backend
     if config.policies or backend == "ipc":
@@ -176,7 +213,7 @@ def _default_number(config: Config, ranks: int, each: int, spare: int) -> int:
 
 def _weight_sync(config: Config, shared: tuple[int, ...], num_engines: int) -> str:
     engine = config.generator.inference_engine
-    ranks = config.trainer.placement.ranks_per_node
+    ranks = config.trainer.placement.num_ranks
     backend = engine.weight_sync_backend
     reason = None
     if backend in ("ipc", "nccl") and ranks > 1:
@@ -191,9 +228,11 @@ def _weight_sync(config: Config, shared: tuple[int, ...], num_engines: int) -> s
         )
     if backend != "auto":
         return backend
+    if config.spreads_engines:
+        return "gloo"
     if num_engines > 1:
         return "file"
-    if shared and ranks == 1:
+    if shared and ranks == 1 and not config.trainer.placement.offload_weights:
         return "ipc"
     one_replica = engine.engine_init_kwargs.get("data_parallel_size", 1) == 1
     if ranks == 1 and one_replica:

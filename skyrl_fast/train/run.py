@@ -59,6 +59,7 @@ from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import freeze_heap
 from skyrl_fast.train.flow.rollouts import MakeRollouts, Rollouts
 from skyrl_fast.train.memory.device_plan import MemoryPlan
+from skyrl_fast.train.memory.gpus import HERE, GpusOfNode
 from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import (
     Models,
@@ -207,7 +208,9 @@ def run_request(config: ConfigSource, given: GivenObjects, request: RunRequest) 
     if config.trainer.placement.policy_num_nodes > 1 or config.engine_place is EnginePlace.CLUSTER:
         from skyrl_fast.train.cluster import run_on_cluster
 
-        result = run_on_cluster(config, run_here, checkpoint_folder(config))
+        with_engines = request.make_rollouts is None
+        folder = checkpoint_folder(config)
+        result = run_on_cluster(config, run_here, folder, with_engines=with_engines)
         assert isinstance(result, TrainResult)
         return result
     return run_here(config, StopSignals(), LocalRanks(Path(config.trainer.run_path)))
@@ -275,7 +278,10 @@ class RunRequest:
         data = self._load_data(config)
         self._check(config, start, data)
         with_engine = self.make_rollouts is None
-        plan = self.parts.plan_memory(config, start.checkpoint, with_engine=with_engine)
+        plan_memory = self.parts.plan_memory
+        if starter.num_gpus is not None:
+            plan_memory = partial(plan_memory, gpus=GpusOfNode(HERE, starter.num_gpus))
+        plan = plan_memory(config, start.checkpoint, with_engine=with_engine)
         make: Callable[[Ranks], Models] = partial(
             self.parts.make_models,
             config,
@@ -284,6 +290,7 @@ class RunRequest:
             saved_logits_bytes=None if plan is None else plan.saved_logits_bytes,
             holds_gradients=plan is None or plan.held_gradient_bytes > 0,
             offloads_base=with_engine and config.offloads_base(config.engine_place),
+            offloads_weights=with_engine and config.offloads_weights(config.engine_place),
         )
         output = _open_output(config, start, data, plan, stack, store)
         if with_engine:

@@ -71,6 +71,7 @@ def make_cluster_engines(
                 _new_access(engine, backend, address),
                 weight_sync=backend,
                 trainer=address,
+                sleeps=bool(engine.enable_sleep_mode),
                 records_routes=engine.enable_return_routed_experts,
                 vocab_size=read_vocab_size(folder),
                 adapter=_adapter_config(config, folder),
@@ -146,7 +147,9 @@ def make_untrained_engines(config: settings.Config, model_path: str) -> list[Eng
 def _make_setup_on_node(config: settings.Config, model_path: str, number: int) -> VllmSetup:
     """Return an engine's settings on the node where it runs, where its model may be downloaded."""
     setup = make_vllm_setup(config, str(model_folder(model_path)))
-    return replace(setup, log_file=str(Path(config.trainer.run_path) / f"engine_{number}.log"))
+    engine = replace(setup.engine, gpu_ids=None)  # its process sees its own alone
+    log_file = str(Path(config.trainer.run_path) / f"engine_{number}.log")
+    return replace(setup, engine=engine, log_file=log_file)
 
 
 def _make_remote_engines(
@@ -170,14 +173,20 @@ def _make_remote_engines(
     return result
 
 
-def describe_start(config: settings.Config, model_path: str) -> tuple[str, Path | None]:
-    """Return what starting the engines does, in words, and the log that grows meanwhile, if any."""
+def describe_start(
+    config: settings.Config, model_path: str, *, on_nodes: bool = False
+) -> tuple[str, Path | None]:
+    """Return what starting the engines does, in words, and the log that grows meanwhile, if any.
+
+    Args:
+        on_nodes: whether they are on nodes of a cluster.
+    """
     folder = Path(config.trainer.run_path)
     place = config.engine_place
     if place is EnginePlace.SERVERS:
         urls = config.generator.inference_engine.external_server_urls
         return f"connecting to {', '.join(urls)}", None
-    if place is EnginePlace.CLUSTER:
+    if on_nodes:
         return f"vLLM starts on the cluster; logs on its nodes: {folder}/engine_0.log, ...", None
     if config.num_engines > 1:
         text = f"{config.num_engines} engines of vLLM start and load {model_path}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,15 +22,32 @@ from skyrl_fast.rollout.engine.started_engine import StartedEngine, StartedServe
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.system.tasks import ignore_result
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 ROOM_SECONDS = 5.0  # for a node to have room at the start of a run, which has waited before
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """A bundle of a placement group, all of it for one engine; Ray moves it if its node is lost."""
+    """A bundle of a placement group, in which an engine runs.
+
+    Args:
+        group, index: the bundle. Ray moves one that has only an engine if its node is lost.
+        resources: what the engine takes of it, by Ray's names; None: all of it.
+        gpus_of_ranks: ids of GPUs that ranks there have reserved, and that the engine uses, too.
+    """
 
     group: Any
     index: int
+    resources: Mapping[str, float] | None = None
+    gpus_of_ranks: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> Mapping[str, float]:
+        """What the engine takes of it, by Ray's names."""
+        if self.resources is not None:
+            return self.resources
+        taken: Mapping[str, float] = self.group.bundle_specs[self.index]
+        return taken
 
 
 class EngineActor:
@@ -41,13 +58,25 @@ class EngineActor:
             `log_file` is the server's log.
         access: who may use the server.
         folder: working directory, for relative paths.
+        gpus_of_ranks: ids of GPUs that it uses next to those that Ray gives it.
+        make_server: makes the server.
     """
 
     def __init__(
-        self, make_setup: Callable[[], VllmSetup], access: ServerAccess, *, folder: str
+        self,
+        make_setup: Callable[[], VllmSetup],
+        access: ServerAccess,
+        *,
+        folder: str,
+        gpus_of_ranks: Sequence[str] = (),
+        make_server: Callable[..., EngineServer] = EngineServer,
     ) -> None:
         enter(folder)
-        self._server = EngineServer(make_setup, access)
+        variables = {}
+        if gpus_of_ranks:
+            # Ray gives a GPU to one process. A rank's sleeping engine has it, too, by this alone.
+            variables[VISIBLE_GPUS] = ",".join([*gpus_of_ranks, *reserved_gpus()])
+        self._server = make_server(make_setup, access, variables=variables)
 
     def serve(self) -> str:
         """Start the server on this node's address alone; return its URL, not answering yet."""
@@ -70,24 +99,27 @@ class RayEngine(StartedEngine):
         bundle: EngineBundle,
         make_setup: Callable[[], VllmSetup],
         access: ServerAccess,
+        *,
+        make_server: Callable[..., EngineServer] = EngineServer,
         **options: Any,
     ) -> None:
         super().__init__(number, access, **options)
         self._bundle = bundle
         self._make_setup = make_setup
+        self._make_server = make_server
 
     async def start(self) -> None:
         starting = self._begin()
         group = self._bundle.group
         if not starting.done() and not await asyncio.to_thread(group.wait, ROOM_SECONDS):
-            raise NoRoomError(f"no node with {group.bundle_specs[self._bundle.index]} free")
+            raise NoRoomError(f"no node with {self._bundle.taken} free")
         await super().start()
 
     def _request_server(self) -> StartedServer:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        spec = self._bundle.group.bundle_specs[self._bundle.index]
+        spec = self._bundle.taken
         actor = (
             ray.remote(EngineActor)
             .options(
@@ -98,9 +130,22 @@ class RayEngine(StartedEngine):
                     self._bundle.group, placement_group_bundle_index=self._bundle.index
                 ),
             )
-            .remote(self._make_setup, self.access, folder=os.getcwd())
+            .remote(
+                self._make_setup,
+                self.access,
+                folder=os.getcwd(),
+                gpus_of_ranks=self._bundle.gpus_of_ranks,
+                make_server=self._make_server,
+            )
         )
         return StartedServer(_watch(actor.serve), _watch(actor.ending), partial(ray.kill, actor))
+
+
+def reserved_gpus() -> list[str]:
+    """Return the ids of the GPUs that Ray has given to this actor."""
+    import ray
+
+    return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
 
 def enter(folder: str) -> None:

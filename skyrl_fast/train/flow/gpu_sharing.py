@@ -28,6 +28,7 @@ class GpuSharing:
     """Engines with memory of their own: nothing makes room for anything."""
 
     sleeps = False
+    sends_first = False  # whether engines that start with the policy's weights get them, too
 
     async def begin_update(self, policy: Policy) -> None:
         """Give the trainer the GPUs; no trajectory is running."""
@@ -44,6 +45,10 @@ class GpuSharing:
         """Return the weights as they are sent: name and tensor of each."""
         return weights
 
+    def metrics(self, policy: Policy) -> dict[str, float]:
+        """Return what an update has moved."""
+        return {}
+
 
 class SleepingEngines(GpuSharing):
     """Engines that free their memory during updates."""
@@ -57,7 +62,7 @@ class SleepingEngines(GpuSharing):
         await self._pool.sleep()
 
     def weights(self, policy: Policy, weights: NamedTensors) -> NamedTensors:
-        return ThenMakeRoom(policy, weights)
+        return ThenMakeRoom(policy.free_cached_memory, weights)
 
 
 class ThenMakeRoom(Iterator[tuple[str, torch.Tensor]]):
@@ -66,8 +71,8 @@ class ThenMakeRoom(Iterator[tuple[str, torch.Tensor]]):
     An engine wakes up when all have been read.
     """
 
-    def __init__(self, policy: Policy, weights: NamedTensors) -> None:
-        self._policy = policy
+    def __init__(self, make_room: Callable[[], None], weights: NamedTensors) -> None:
+        self._make_room = make_room
         self._weights = weights
         self._items = iter(weights)
 
@@ -81,7 +86,7 @@ class ThenMakeRoom(Iterator[tuple[str, torch.Tensor]]):
         try:
             return next(self._items)
         except StopIteration:
-            self._policy.free_cached_memory()
+            self._make_room()
             raise
 
 
@@ -107,6 +112,44 @@ class EnginesInPlaceOfBase(SleepingEngines):
         policy.offload_base()
 
 
+class EnginesInPlaceOfWeights(SleepingEngines):
+    """Sleeping engines on GPUs that cannot hold the models' weights next to keys and values.
+
+    The weights are on the GPUs from the start of an update until all were read for the engines.
+    """
+
+    sends_first = True  # they were asleep while the probe was computed
+
+    async def begin_update(self, policy: Policy) -> None:
+        await super().begin_update(policy)
+        await asyncio.to_thread(policy.load_weights)
+
+    async def before_sync(self, policy: Policy, compute_probe: Callable[[], None]) -> None:
+        await self._pool.sleep()  # at the start of a run they are awake
+        await asyncio.to_thread(self._compute, policy, compute_probe)
+
+    def _compute(self, policy: Policy, compute_probe: Callable[[], None]) -> None:
+        policy.load_weights()
+        try:
+            compute_probe()
+        finally:
+            end_torch_threads()
+        # Several ranks gather them on the GPUs. One has complete copies in main memory, which may
+        # be read more than once.
+        if policy.ranks.size == 1:
+            policy.offload_weights()
+
+    def weights(self, policy: Policy, weights: NamedTensors) -> NamedTensors:
+        def make_room() -> None:
+            policy.offload_weights()
+            policy.free_cached_memory()
+
+        return ThenMakeRoom(make_room, weights)
+
+    def metrics(self, policy: Policy) -> dict[str, float]:
+        return {"sync/offloaded_bytes": float(policy.offloaded_bytes)}
+
+
 def make_gpu_sharing(config: Config, pool: EnginePool) -> GpuSharing:
     """Return how the engines of a pool and the trainer share GPUs, by the settings."""
     place = config.engine_place
@@ -114,4 +157,6 @@ def make_gpu_sharing(config: Config, pool: EnginePool) -> GpuSharing:
         return GpuSharing()
     if config.offloads_base(place):
         return EnginesInPlaceOfBase(pool)
+    if config.offloads_weights(place):
+        return EnginesInPlaceOfWeights(pool)
     return SleepingEngines(pool)

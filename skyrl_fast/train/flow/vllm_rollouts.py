@@ -101,7 +101,7 @@ async def start_rollouts(
         prompts: training prompts; the first ones are used to verify each weight update.
         make_env: creates environments from rows; None: by `env_class`.
         address: address of this machine, which engines on a cluster reach.
-        bundles: places of the engines of a cluster.
+        bundles: places of the engines of a cluster; none: they are on this machine, or servers.
         trained: False: the engines' weights are never updated; servers need no road for them.
         say: called with a line when the engine begins to start, every 15 s until it has, and when
             it is ready; None: they are logged.
@@ -116,7 +116,7 @@ async def start_rollouts(
     settings_of_engine = config.generator.inference_engine
     if not trained:
         started = make_untrained_engines(config, model_path)
-    elif config.engine_place is EnginePlace.CLUSTER:
+    elif bundles:
         started = make_cluster_engines(config, model_path, address, bundles)
     else:
         started = make_engines(config, model_path)
@@ -148,7 +148,7 @@ async def start_rollouts(
         on_group=on_group,
         memory=memory,
     )
-    begin, engine_log = describe_start(config, model_path)
+    begin, engine_log = describe_start(config, model_path, on_nodes=bool(bundles))
     with report_start(begin, engine_log, say or log.info):
         await rollouts.start()
     return rollouts
@@ -300,7 +300,7 @@ class VllmRollouts:
             interrupt = self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
             await self._sharing.before_sync(policy, lambda: self._compute_probe(policy))
-            if self._updated or self._starts_without_policy:
+            if self._updated or self._starts_without_policy or self._sharing.sends_first:
                 report = await self._pool.update(
                     self._weights(policy), make_probe, frozen=policy.frozen_parts
                 )
@@ -311,7 +311,7 @@ class VllmRollouts:
             self._gate.version = version
         if in_flight:
             self._interrupted += inside
-        return sync_metrics(report, self._pool.reports)
+        return sync_metrics(report, self._pool.reports) | self._sharing.metrics(policy)
 
     async def wait_for_fault(self) -> None:
         await self._pool.wait_for_fault()

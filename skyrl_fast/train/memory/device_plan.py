@@ -96,7 +96,7 @@ class MemoryPlan:
             updates twice, as either the update or generation needs more.
         engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
         host_bytes: main memory for handing over the weights, for those of sleeping engines, and for
-            the policy's moments where they are offloaded.
+            the policy's moments and all weights where they are offloaded.
         held_gradient_bytes: of full gradients, where what an update leaves holds them: they are
             reduced over the ranks once in an optimizer step, else in every micro-batch. 0 with one
             rank.
@@ -106,6 +106,8 @@ class MemoryPlan:
             for.
         offloads_moments: whether it fits only as moments are in main memory between steps, which
             the settings leave open.
+        offloads_weights: whether it fits only as weights are in main memory while engines generate,
+            which the settings leave open.
         drawing: which GPU holds which rank and engine; "": there is one GPU, or none.
     """
 
@@ -116,6 +118,7 @@ class MemoryPlan:
     saved_logits_bytes: int = 0
     remedies: Remedies | None = None
     offloads_moments: bool = False
+    offloads_weights: bool = False
     drawing: str = ""
 
     @property
@@ -146,6 +149,8 @@ class MemoryPlan:
                 spare.append(f"up to {gib(self.saved_logits_bytes)} GiB of saved logits")
             if self.offloads_moments:
                 share += "; AdamW's moments are in main memory between steps"
+            if self.offloads_weights:
+                share += "; weights are in main memory while the engine generates"
             if spare:
                 rest = f"; the rest holds {' and '.join(spare)}"
             else:

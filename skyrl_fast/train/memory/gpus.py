@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,6 +41,29 @@ class CudaGpus:
 
     def ipc_fault(self) -> str:
         return find_ipc_fault()
+
+
+@dataclass(frozen=True, slots=True)
+class GpusOfNode:
+    """A node's GPUs, of which this process sees its own; the others are taken to be like that.
+
+    Args:
+        seen: by this process.
+        number: of the node's GPUs that the run has.
+    """
+
+    seen: Gpus
+    number: int
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return [*self.seen.sizes[:1]] * self.number
+
+    def free_bytes(self, gpu: int) -> int:
+        return self.seen.free_bytes(0)
+
+    def ipc_fault(self) -> str:
+        return self.seen.ipc_fault()
 
 
 HERE = CudaGpus()

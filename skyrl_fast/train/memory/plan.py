@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, policy_loss_spec
+from skyrl_fast.config import Config, ConfigError, policy_loss_spec
 from skyrl_fast.config.features import check_features
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig, max_response_length
@@ -50,7 +50,7 @@ from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import (
     EnginePlacement,
-    draw_placement,
+    draw_nodes,
     engine_placement,
     rank_choices,
 )
@@ -222,18 +222,29 @@ class _Planner:
     def plan(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
         """Return the plan; without activations, which take long to measure, a lower bound of it.
 
-        Where moments on the GPUs do not fit, and settings leave it open, they are offloaded.
+        Where weights and moments on the GPUs do not fit, and settings leave it open, weights,
+        moments, or both are offloaded: the first that fits.
         """
-        plan = self.plan_as_set(config, with_activations=with_activations)
-        is_open = bool(_open_offloads(config))
-        if plan.fits or not is_open or _device(config).type == "cpu":
-            return plan
-        offloaded = deepcopy(config)
-        offload_moments(offloaded)
-        other = self.plan_as_set(offloaded, with_activations=with_activations)
-        if other.lacking_bytes < plan.lacking_bytes:
-            return replace(other, offloads_moments=True)
-        return plan
+        best = self.plan_as_set(config, with_activations=with_activations)
+        if _device(config).type == "cpu":
+            return best
+        moments = bool(_open_offloads(config))
+        weights = self._with_engine and _may_offload_weights(config)
+        choices = ((False, weights), (moments, False), (moments, weights))
+        for with_moments, with_weights in choices:
+            if best.fits:
+                break
+            if not (with_moments or with_weights):
+                continue
+            offloaded = deepcopy(config)
+            if with_moments:
+                offload_moments(offloaded)
+            if with_weights:
+                offloaded.trainer.placement.offload_weights = True
+            other = self.plan_as_set(offloaded, with_activations=with_activations)
+            if other.lacking_bytes < best.lacking_bytes:
+                best = replace(other, offloads_moments=with_moments, offloads_weights=with_weights)
+        return best
 
     def plan_as_set(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
         """Return the plan with all moments on the GPUs that the settings do not offload."""
@@ -290,6 +301,19 @@ def offload_moments(config: Config) -> None:
     """Decide in place what the settings leave open, as a plan with `offloads_moments` has it."""
     for optimizer in _open_offloads(config):
         optimizer.offload_after_step = True
+
+
+def _may_offload_weights(config: Config) -> bool:
+    """Return whether the settings leave it open that weights leave the GPUs to engines."""
+    if config.trainer.placement.offload_weights is not None:
+        return False
+    open_as_set = with_settings(config, {"trainer.placement.offload_weights": True})
+    try:
+        check_features(open_as_set)
+    except ConfigError:
+        return False
+    can_sleep = config.generator.inference_engine.enable_sleep_mode is not False
+    return config.engine_place.is_here and can_sleep and not config.trains_adapter
 
 
 @dataclass(slots=True)
@@ -350,14 +374,18 @@ def _plan(
     size = measure.policy_size(config)
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
-    ranks = range(config.trainer.placement.num_ranks)
+    placement = config.trainer.placement
+    if config.spreads_engines:  # the nodes are alike
+        ranks = range(placement.ranks_per_node)
+    else:
+        ranks = range(placement.num_ranks)
     bucket = broadcast_bytes(config, size)
     sent = Item("buckets of weights that are broadcast", SENT_BUCKETS * bucket)
     if engine is None:
         if on_cluster:
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, [*before, *trainer], capacity),)
-        drawing = draw_placement(config.trainer.placement.ranks_per_node, None)
+        drawing = draw_nodes(config, None)
         host = _offloaded_bytes(config, size)
         return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
@@ -379,6 +407,10 @@ def _plan(
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
+    leaves = engine.sleeps and config.offloads_weights(EnginePlace.HERE_ASLEEP)
+    if leaves:
+        stay = _resident_moments(config, measure)
+        together = [*stay, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     used = _total([*before, *together])
     part, share = _engine_item(config, size, len(engine.engines[0]), capacity, used)
     shared = engine.shared
@@ -394,6 +426,12 @@ def _plan(
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
         update = [*before, *trainer, *readers, asleep]
         devices = [*_devices(shared, update, capacity, ", update"), *devices]
+        if leaves and config.trainer.placement.num_ranks > 1:
+            # Gathered on the GPUs; the engine allocates its weights meanwhile.
+            of_engine_bytes = math.ceil(_engine_weight_bytes(config, size) / len(engine.engines[0]))
+            loaded = Item("engine: weights", of_engine_bytes)
+            both = [*before, *resident, _probe_item(config, size), *readers, context, loaded]
+            devices += _devices(shared, both, capacity, ", hand-over")
     updates = []
     for device in devices:
         if trainer[-1] in device.items:
@@ -402,8 +440,11 @@ def _plan(
     if offloads:
         dtype = _dtype(config.trainer.policy.dtype)
         host += dtype.itemsize * size.frozen_parameters
+    if leaves:
+        nodes = placement.policy_num_nodes
+        host += math.ceil(_total(_all_weights(config, measure)) * placement.num_ranks / nodes)
     held, logits = _spare_bytes(config, measure, updates)
-    drawing = draw_placement(config.trainer.placement.ranks_per_node, engine)
+    drawing = draw_nodes(config, engine)
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
 
@@ -529,13 +570,20 @@ def _share_bytes(config: Config, name: str, parameters: int, each: float) -> Ite
 
 
 def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
+    """Return what a rank holds throughout: the policy's weights and moments come first."""
+    weights = _all_weights(config, measure)
+    moments = _resident_moments(config, measure)
+    number = len(_weight_items(config, measure.policy_size(config)))
+    return [*weights[:number], *moments, *weights[number:]]
+
+
+def _all_weights(config: Config, measure: _Measurements) -> list[Item]:
+    """Return a rank's weights of the policy, then those of the other models."""
     trainer = config.trainer
     algorithm = config.trainer.algorithm
     policy = str(trainer.policy.model.path)
     size = measure.policy_size(config)
     items = _weight_items(config, size)
-    if not trainer.policy.optimizer_config.offload_after_step:
-        items.append(_moments_item(config, "", size.trained_parameters))
     if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and not config.shares_reference:
         reference = measure.size(trainer.ref.model.path or policy).parameters
         items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
@@ -546,8 +594,22 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
             weights = size.trained_parameters + size.hidden_size
             name = "adapter, head"
         items.append(_share_bytes(config, f"critic's {name}", weights, WEIGHT_BYTES))
-        if not trainer.critic.optimizer_config.offload_after_step:
-            items.append(_moments_item(config, "critic's ", weights))
+    return items
+
+
+def _resident_moments(config: Config, measure: _Measurements) -> list[Item]:
+    """Return a rank's moments that stay on its GPU between steps."""
+    trainer = config.trainer
+    size = measure.policy_size(config)
+    items = []
+    if not trainer.policy.optimizer_config.offload_after_step:
+        items.append(_moments_item(config, "", size.trained_parameters))
+    path = trainer.critic.model.path
+    if path is not None and not trainer.critic.optimizer_config.offload_after_step:
+        parameters = measure.size(path).parameters
+        if config.shares_critic:
+            parameters = size.trained_parameters + size.hidden_size
+        items.append(_moments_item(config, "critic's ", parameters))
     return items
 
 
@@ -755,7 +817,11 @@ def engine_bytes(config: Config, size: ModelSize) -> int:
     item = _dtype(config.engine_dtype).itemsize
     logits = FLOAT32_BYTES * engine.max_num_seqs * size.vocab_size * LOGIT_COPIES
     keys_and_values = item * size.kv_values * _engine_length(config)
-    return item * size.parameters + keys_and_values + logits + ENGINE_SLACK
+    return _engine_weight_bytes(config, size) + keys_and_values + logits + ENGINE_SLACK
+
+
+def _engine_weight_bytes(config: Config, size: ModelSize) -> int:
+    return _dtype(config.engine_dtype).itemsize * size.parameters
 
 
 def broadcast_bytes(config: Config, size: ModelSize) -> int:
@@ -864,6 +930,9 @@ def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[
     if trainer.policy.optimizer_config.offload_after_step is False:
         name = "trainer.policy.optimizer_config.offload_after_step"
         yield Axis("moments in main memory", [*one_setting(name, [True])])
+    if with_engine and trainer.placement.offload_weights is False:
+        values = one_setting("trainer.placement.offload_weights", [True])
+        yield Axis("weights in main memory", [*values])
     powers = [n for n in (2, 4, MAX_GPUS) if n <= max_gpus]
     more = [n for n in powers if n > trainer.placement.ranks_per_node]
     if more:

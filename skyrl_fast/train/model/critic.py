@@ -237,7 +237,7 @@ class Critic(TrainedModel):
 
     @run_on_all_ranks
     def _head_weight(self) -> torch.Tensor:
-        return full_weight(self.model.value_head.weight, self.ranks, CHECKPOINT).cpu()
+        return full_weight(self.model.value_head.weight, self.ranks, CHECKPOINT, self.idle).cpu()
 
     def _step(self, batch: StepBatch) -> dict[str, float]:
         self.optimizer.zero_grad()

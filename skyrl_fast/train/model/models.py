@@ -21,6 +21,7 @@ from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, Reference, WithoutAdapter
 from skyrl_fast.train.model.residual_stream import round_residual_stream, widen_residual_stream
 from skyrl_fast.train.model.row_layout import uses_trees
+from skyrl_fast.train.model.trained_model import TrainedModel
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks
 
 
@@ -64,6 +65,7 @@ def make_models(
     saved_logits_bytes: int | None = None,
     holds_gradients: bool = True,
     offloads_base: bool = False,
+    offloads_weights: bool = False,
 ) -> Models:
     """Create the models from the settings or a checkpoint, in the same order on every rank.
 
@@ -73,6 +75,7 @@ def make_models(
         holds_gradients: whether a rank has memory for a model's full gradients.
         offloads_base: leave the memory of the policy's frozen weights to the engine, which starts
             next.
+        offloads_weights: leave it that of all models' weights.
     """
     settings = config.trainer
     ranks.share_sequences(settings.policy.sequence_parallel_size)
@@ -117,6 +120,10 @@ def make_models(
     ranks.traffic.take()  # what checks have gathered is of no step
     if offloads_base:
         policy.frozen_base.offload()
+    if offloads_weights:
+        others = [one for one in (reference, critic) if isinstance(one, TrainedModel)]
+        policy.leaving = (policy, *others)
+        policy.offload_weights()
     return Models(trained, reference, critic)
 
 

@@ -197,6 +197,8 @@ class Policy(TrainedModel):
                 check_adapters_called(model, compute)
         self.choose_layout(tree)
         self.frozen_base = FrozenBase(model)
+        # Models of the run whose weights leave the device while engines generate.
+        self.leaving: tuple[TrainedModel, ...] = ()
         self._by_adapter = dict.fromkeys(self.adapters[:1], self)
         for name in self.adapters[1:]:
             # One model, and what was found out about it; only the adapter of the passes is another.
@@ -403,6 +405,20 @@ class Policy(TrainedModel):
     @run_on_all_ranks
     def load_base(self) -> None:
         self.frozen_base.load()
+
+    def offload_weights(self) -> None:
+        """Move the weights of the run's models to main memory, if they are to leave the device."""
+        for model in self.leaving:
+            model.move_to_host()
+
+    def load_weights(self) -> None:
+        for model in self.leaving:
+            model.move_to_device()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of this rank's weights that `offload_weights` moves."""
+        return sum(model.idle.num_bytes for model in self.leaving if model.idle is not None)
 
     @run_on_all_ranks
     def free_cached_memory(self) -> None:

@@ -22,16 +22,18 @@ from skyrl_fast.train.model.micro_batch import (
     MicroBatches,
     plan_micro_batches,
 )
+from skyrl_fast.train.model.offload import OffloadedStorages
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
 from skyrl_fast.train.model.tree_forward import last_hidden_states
 from skyrl_fast.train.parallel.export import save_pretrained
 from skyrl_fast.train.parallel.per_rank import PerRank
 from skyrl_fast.train.parallel.rank_shares import Share, share_passes
-from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     full_state_dict,
     gathered_outside_layers,
+    local_tensor,
     shard,
     trained_parameters,
     weights_of,
@@ -60,6 +62,7 @@ class TrainedModel:
     tree: bool  # whether rows may be laid out as prefix trees
     layout_costs: LayoutCosts | None = None  # decide for each group of rows; None: all alike
     refused_tokens: tuple[int, ...] = ()  # ids that no row may have
+    idle: OffloadedStorages | None = None  # weights, once they have left the device
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class TrainedModel:
 
         From here on parts of the model are called in `gathered_outside_layers`.
         """
-        shard(self.root, self.ranks)
+        shard(self.root, self.ranks, dtype=self.dtype)
         read_shards(self.root)
         self.ranks.register(self)
 
@@ -125,6 +128,22 @@ class TrainedModel:
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.root.parameters()).device
+
+    @run_on_all_ranks
+    def move_to_host(self) -> None:
+        """Copy the weights to main memory, and free the device's; each rank those of its shard."""
+        if self.idle is None:
+            weights = list(self.root.parameters())
+            is_constant = not any(weight.requires_grad for weight in weights)
+            local = [local_tensor(weight).detach() for weight in weights]
+            self.idle = OffloadedStorages(local, is_constant=is_constant)
+        self.idle.offload()
+
+    @run_on_all_ranks
+    def move_to_device(self) -> None:
+        """Get them back, in place."""
+        if self.idle is not None:
+            self.idle.load()
 
     @property
     def router_replay(self) -> bool:
@@ -248,7 +267,10 @@ class TrainedModel:
             return
         weights = {}
         for name, value in weights_of(self.pretrained):
-            weights[name] = value.detach().cpu()
+            if self.idle is None:
+                weights[name] = value.detach().cpu()
+            else:
+                weights[name] = self.idle.on_host(value.detach())
         self.pretrained.save_pretrained(folder, state_dict=weights)
 
 

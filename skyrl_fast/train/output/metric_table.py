@@ -26,6 +26,7 @@ RANKS = "with several ranks"
 SUMMARIES = "with summaries"
 TEACHERS = "with teachers"
 OFFLOADED = "with moments in main memory"
+OFFLOADED_WEIGHTS = "with weights in main memory"
 
 # How an update's metrics add up, over its passes and over its mini-batches.
 Over = Literal[
@@ -771,6 +772,12 @@ METRICS = (
         ENGINE,
     ),
     Metric("sync/update_seconds", "time to transfer the weights", _SECONDS, "", ENGINE),
+    Metric(
+        "sync/offloaded_bytes",
+        "weights that move to main memory before an engine wakes up, and back, of rank 0",
+        "bytes",
+        where=OFFLOADED_WEIGHTS,
+    ),
     Metric("sync/num_bytes", "bytes of the weights, for each engine", "bytes", "", ENGINE),
     Metric(
         "sync/update_seconds_of_engine_{n}",

@@ -43,7 +43,7 @@ def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
     mine = {}
     for name, tensor in weights_of(model):
-        full = full_weight(tensor, ranks, CHECKPOINT)
+        full = full_weight(tensor, ranks, CHECKPOINT, owner.idle)
         if owners[name] == ranks.rank and name not in left_out:
             mine[name] = full.to("cpu", copy=True)
     mine = checkpoint_names(model, mine)

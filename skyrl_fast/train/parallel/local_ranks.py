@@ -31,6 +31,7 @@ class LocalRanks:
     folder: Path
     address: str = LOOPBACK
     engine_bundles: Sequence[EngineBundle] = ()
+    num_gpus: int | None = None
 
     def start(
         self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool

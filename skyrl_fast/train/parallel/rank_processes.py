@@ -76,7 +76,14 @@ class RankStarter(Protocol):
 
     @property
     def engine_bundles(self) -> Sequence[EngineBundle]:
-        """Where the run's engines are started; none: in this process, or elsewhere."""
+        """Where the run's engines are started; none: in this process, or elsewhere.
+
+        Those beside ranks are known once the ranks have started.
+        """
+
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs of this node that the run has; None: those that this process sees."""
 
     def start(
         self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool

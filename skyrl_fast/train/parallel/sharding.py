@@ -7,6 +7,7 @@ those of its own micro-batches, if they fit into memory (docs/design/020-several
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -14,8 +15,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from skyrl_fast.rollout.engine.model_layers import named_layers
+from skyrl_fast.train.model.offload import OffloadedStorages
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedReduction
+from skyrl_fast.train.parallel.traffic import (
+    ENGINE,
+    CountedGather,
+    CountedReduction,
+    all_gather,
+)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -30,36 +37,81 @@ class SizedIterable(Protocol[T_co]):
     def __iter__(self) -> Iterator[T_co]: ...
 
 
-def shard(model: Any, ranks: Ranks) -> None:
+def shard(model: Any, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> None:
     """Shard the weights over the ranks, in place; does nothing with one rank.
 
     Args:
         model: a transformers model or a module that contains one; its layers are those named in
             `_no_split_modules`.
+        dtype: that autocast computes linear modules in; those of layers are cast to it before they
+            are gathered, where they are float32.
 
     Raises:
         ValueError: the FSDP2 of this torch cannot sum gradients.
     """
     if ranks.size == 1:
         return
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise ValueError(
             "trainer.placement.policy_num_gpus_per_node: several need torch 2.9 or newer, "
             f"got {torch.__version__}"
         )
+    # Autocast makes the same numbers of a linear module's weights, and the same gradients. What is
+    # not multiplied by it stays float32: norms, for which the layer gathers twice.
+    rounded = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     layers = [module for _, module in named_layers(model)]
     for module in (*reversed(layers), model):  # layers may be nested
-        fully_shard(module, mesh=ranks.mesh)
-        module.set_custom_all_gather(CountedGather(ranks.traffic))
-        module.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
-        # Summed, not averaged: a token's weight has the full mini-batch's denominator already.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        groups: list[tuple[Any, MixedPrecisionPolicy]] = [(module, MixedPrecisionPolicy())]
+        others = _exact_modules(module, dtype) if module is not model else None
+        if others is not None:
+            groups = [(module, rounded)]
+            if others:
+                groups.insert(0, (others, MixedPrecisionPolicy()))
+        for group, policy in groups:
+            fully_shard(group, mesh=ranks.mesh, mp_policy=policy)
+            first = group[0] if isinstance(group, list) else group
+            first.set_custom_all_gather(CountedGather(ranks.traffic))
+            first.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
+            # Summed, not averaged: a token's weight has the mini-batch's denominator already.
+            first.set_gradient_divide_factor(1.0)
+            first.set_force_sum_reduction_for_comms(True)
     # A method of the module, so that FSDP's hooks gather its weights around any code.
     setattr(model, METHOD, _run)
     register_fsdp_forward_method(model, METHOD)
+
+
+def _exact_modules(layer: Any, dtype: torch.dtype) -> list[Any] | None:
+    """Return a layer's modules whose weights are gathered as they are, next to its linear ones.
+
+    None: all of them are, as the layer has no float32 linear module, or a module with linear ones
+    inside has weights of its own, with which FSDP2 would take theirs.
+    """
+    if dtype == torch.float32:
+        return None
+    exact = []
+    has_linear = False
+    for module in layer.modules():
+        weights = list(module.parameters(recurse=False))
+        if not weights:
+            continue
+        if any(weight.dtype != torch.float32 for weight in weights):
+            return None
+        if type(module) is torch.nn.Linear:
+            has_linear = True
+        elif any(True for child in module.children() for _ in child.parameters()):
+            return None
+        else:
+            exact.append(module)
+    return exact if has_linear else None
 
 
 def with_full_params(model: Any, work: Callable[[], T]) -> T:
@@ -107,10 +159,31 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if full is None else full()
 
 
-def full_weight(tensor: torch.Tensor, ranks: Ranks, kind: str) -> torch.Tensor:
-    """Return the full weight, as traffic of this kind; must be called on all ranks."""
-    ranks.traffic.add(kind, tensor.nbytes - local_tensor(tensor).nbytes)
-    return full_tensor(tensor.detach())
+def full_weight(
+    tensor: torch.Tensor, ranks: Ranks, kind: str, idle: OffloadedStorages | None = None
+) -> torch.Tensor:
+    """Return the full weight, as traffic of this kind; must be called on all ranks.
+
+    Args:
+        idle: of the model, if its weights may be in main memory; there the full one is made then.
+    """
+    local = local_tensor(tensor)
+    ranks.traffic.add(kind, tensor.nbytes - local.nbytes)
+    if idle is None or idle.is_loaded:
+        return full_tensor(tensor.detach())
+    return _gather_on_host(idle.on_host(local), tensor, ranks)
+
+
+def _gather_on_host(rows: torch.Tensor, like: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return the full weight of which each rank has these rows in main memory."""
+    if shard_rows(like) is None:
+        return rows
+    most = math.ceil(like.shape[0] / ranks.size)  # of a rank; the last ones may have fewer
+    padded = rows.new_zeros(most, *like.shape[1:])
+    padded[: len(rows)] = rows
+    full = rows.new_empty(ranks.size * most, *like.shape[1:])
+    all_gather(full, padded)
+    return full[: like.shape[0]]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,21 +222,26 @@ def trained_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def full_tensors(
-    items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, dtype: torch.dtype | None = None
+    items: Iterable[tuple[str, torch.Tensor]],
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    idle: OffloadedStorages | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the full tensors by name; must be called on all ranks.
 
     With several ranks, rank 0 gets them in main memory, so that its GPU holds one at a time, and
-    the others get none. A single rank gets them on their device.
+    the others get none. A single rank gets them on their device, or where they are in main memory,
+    copies there.
 
     Args:
         dtype: that floating-point tensors are cast to before they are moved; None: as they are.
+        idle: as of `full_weight`.
     """
-    if ranks.size == 1:
+    if ranks.size == 1 and (idle is None or idle.is_loaded):
         return {name: tensor.detach() for name, tensor in items}
     found = {}
     for name, tensor in items:
-        value = full_weight(tensor, ranks, ENGINE)
+        value = full_weight(tensor, ranks, ENGINE, idle)
         if ranks.rank == 0:
             # On the GPU, so that fewer bytes are copied to main memory.
             if dtype is not None and value.is_floating_point():
@@ -183,7 +261,7 @@ def full_state_dict(
     if names is not None:
         weights = dict(items)
         items = [(name, weights[name]) for name in names]
-    return full_tensors(items, owner.ranks, dtype)
+    return full_tensors(items, owner.ranks, dtype, owner.idle)
 
 
 @run_on_all_ranks

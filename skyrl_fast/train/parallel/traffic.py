@@ -24,7 +24,7 @@ SEQUENCES = "sequences"  # tokens and heads, exchanged by ranks that share a pas
 KINDS = (CALLS, ROWS, RESULTS, LAYERS, GRADIENTS, ENGINE, CHECKPOINT, SEQUENCES)
 
 # torch 2.13 has renamed them.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -70,7 +70,7 @@ class CountedGather(_Counted):
         async_op: bool = False,
     ) -> Any:
         self._traffic.add(LAYERS, output_tensor.nbytes - input_tensor.nbytes)
-        return _all_gather(output_tensor, input_tensor, group, async_op)
+        return all_gather(output_tensor, input_tensor, group, async_op)
 
 
 class CountedReduction(_Counted):

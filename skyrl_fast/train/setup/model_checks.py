@@ -165,7 +165,8 @@ def plan_run_memory(
                 )
                 engines = replace(engines, weight_sync="file")
                 planned.generator.inference_engine.weight_sync_backend = "file"
-        engine.num_engines = len(engines.engines)
+        nodes = placement.policy_num_nodes if config.spreads_engines else 1
+        engine.num_engines = nodes * len(engines.engines)
         engine.gpu_ids = list(engines.gpu_ids)
         engine.enable_sleep_mode = engines.sleeps
         engine.weight_sync_backend = engines.weight_sync
@@ -188,6 +189,10 @@ def plan_run_memory(
         raise SetupError(f"the run needs more memory than its GPUs have:\n{plan}")
     if plan.offloads_moments:
         offload_moments(config)
+    if plan.offloads_weights:
+        placement.offload_weights = True
+        if in_process and engines.weight_sync == "ipc":  # they are not on the GPU by then
+            engine.weight_sync_backend = "file"
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan

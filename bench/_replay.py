@@ -58,6 +58,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.step_batch import OPTIONAL
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.parallel.per_rank import PerRank
@@ -70,6 +71,7 @@ VOCABULARY = 151_936
 HEAD_BYTES = 300  # of a request or an answer, about
 LENGTH_MESSAGES = 2  # of a rank for each other one, as lengths go around the ring: out and in
 PART_MESSAGES = 2  # to each other rank: the length of its part, then the part
+MAX_IN_FLIGHT = 32  # requests: on a busy machine a stand-in accepts no more within the time limit
 PLAN = "plan"  # a kind of work without messages
 GRADIENT = "_gradient"  # of the calls with rows; the others compute values of tokens
 ROWS_FORMULA = f"f (8 S + 22 A + {2 * ROW_BYTES} R) + {PART_BYTES + LENGTH.size:,} b (N - 1)"
@@ -372,12 +374,15 @@ async def _call_engines(recording: Recording, size: StepSize, ports: Sequence[in
     await pool.start()
     sampling = SamplingParams(max_generate_length=size.responses)
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, size.tokens - size.responses).tolist()
+    in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def request(number: int) -> Generation:
+        options = {"session_id": f"trajectory {number}", "policy_version": 0, "seed": number}
+        async with in_flight:
+            return await pool.generate(prompt, sampling, **options)
+
     with cost.timed(REQUEST):
-        requests = []
-        for number in range(size.rows):
-            options = {"session_id": f"trajectory {number}", "policy_version": 0, "seed": number}
-            requests.append(pool.generate(prompt, sampling, **options))
-        generations = await asyncio.gather(*requests)
+        generations = await asyncio.gather(*map(request, range(size.rows)))
     await pool.close()
     assert [len(one.token_ids) for one in generations] == [size.responses] * size.rows
     cost.messages[REQUEST] = size.rows

@@ -25,7 +25,7 @@ import ctypes
 import gc
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -103,13 +103,16 @@ def main() -> None:
         parser.error(f"settings are of --record alone, got {' '.join(args.overrides)}")
     torch.set_num_threads(1)
     if args.ranks:
-        text = growth_by_ranks(load_recording(), quick=args.quick, repeats=args.repeats)
+        parts = growth_by_ranks(load_recording(), quick=args.quick, repeats=args.repeats)
     else:
-        text = growth_by_sizes(args)
+        parts = iter([growth_by_sizes(args)])
+    text = ""
+    for part in parts:  # those that are there are kept if a later one fails
+        text = f"{text}\n\n{part}".lstrip()
+        if args.out is not None:
+            args.out.write_text(text + "\n")
     if args.out is None:
         print(text)
-    else:
-        args.out.write_text(text + "\n")
 
 
 def engine_version() -> str:
@@ -131,28 +134,26 @@ def growth_by_sizes(args: argparse.Namespace) -> str:
     return "\n\n".join(table(direction, cases) for direction, cases in measured.items())
 
 
-def growth_by_ranks(recording: Recording, *, quick: bool, repeats: int = REPEATS) -> str:
-    """Replay the recorded step with more ranks, then with more engines; return the tables.
+def growth_by_ranks(recording: Recording, *, quick: bool, repeats: int = REPEATS) -> Iterator[str]:
+    """Replay the recorded step with more ranks, then with more engines; yield the tables.
 
     Engines get a part of the step's requests, as each takes the same time.
     """
     size = QUICK_STEP if quick else StepSize()
-    requests = replace(size, rows=min(size.rows, MOST_REQUESTS))
     number = 2 if quick else len(RANKS)
-    of_ranks = {
-        n: least(partial(replay_ranks, recording, size, n), repeats) for n in RANKS[:number]
-    }
-    of_engines = {
-        n: least(partial(replay_engines, recording, requests, n), repeats) for n in ENGINES[:number]
-    }
     step = f"{size.rows:,} rows of {size.tokens:,} tokens, {size.responses:,} of them trained"
-    lines = [
-        f"# Messages of rank 0\n\nA step of {step}. {where()}",
-        f"Recorded: {recording.ranks} ranks, {recording.engines} engines; {recording.where}",
-        message_table("ranks", of_ranks, partial(rank_terms, recording, size)),
-        message_table("engines", of_engines, partial(engine_terms, recording, requests)),
-    ]
-    return "\n\n".join(lines)
+    yield f"# Messages of rank 0\n\nA step of {step}. {where()}"
+    yield f"Recorded: {recording.ranks} ranks, {recording.engines} engines; {recording.where}"
+    costs = {}
+    for ranks in RANKS[:number]:
+        costs[ranks] = least(partial(replay_ranks, recording, size, ranks), repeats)
+    yield message_table("ranks", costs, partial(rank_terms, recording, size))
+    requests = replace(size, rows=min(size.rows, MOST_REQUESTS))
+    costs = {}
+    for engines in ENGINES[:number]:
+        costs[engines] = least(partial(replay_engines, recording, requests, engines), repeats)
+    yield f"Of {requests.rows} requests for tokens:"
+    yield message_table("engines", costs, partial(engine_terms, recording, requests))
 
 
 def least(replay: Callable[[], Cost], repeats: int) -> Cost:

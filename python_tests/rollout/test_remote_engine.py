@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 from _weights import ADAPTER, MODULES
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from skyrl_fast import cli
 from skyrl_fast.commands import engine as engine_command
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine.completion_answer import read_sampled
 from skyrl_fast.rollout.engine.from_settings import make_engines, make_vllm_setup
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine, ServerLimits
@@ -400,6 +404,31 @@ def test_integers_and_rounded_logprobs_are_numbers() -> None:
     assert got.token_ids == [5, 0, 99]
     assert got.logprobs == [-1.0, 0.0, 1e-7]
     assert all(type(logprob) is float for logprob in got.logprobs)
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+NUMBERS = FINITE | st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize("has_msgspec", [True, False])
+@given(logprobs=st.lists(NUMBERS), ids=st.lists(st.integers(0, 2**31 - 1)))
+def test_tokens_and_logprobs_are_read_to_the_bit(
+    has_msgspec: bool, logprobs: list[float], ids: list[int]
+) -> None:
+    words = ['a"b\\\u00e9'] * len(logprobs)
+    others = {"tokens": words, "text_offset": ids, "top_logprobs": [{word: 0.5} for word in words]}
+    fields = choice(ids, logprobs, prompt_token_ids=ids, text="a", prompt_logprobs=None)
+    fields["logprobs"] |= others
+    body = json_of(fields).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_msgspec:
+            patch.setitem(sys.modules, "msgspec", None)  # cannot be imported
+        (read,) = read_sampled(body)["choices"]
+    got = read["logprobs"]["token_logprobs"]
+    assert list(map(float.hex, got)) == list(map(float.hex, logprobs))
+    assert read["token_ids"] == ids and set(map(type, read["token_ids"])) <= {int}
+    assert (read["finish_reason"], read["stop_reason"]) == ("stop", None)
+    assert ("text" in read) is ("tokens" in read["logprobs"]) is not has_msgspec
 
 
 def test_limit_of_tokens_is_that_of_the_request() -> None:

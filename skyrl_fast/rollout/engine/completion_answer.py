@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -29,6 +30,44 @@ ROUTE_DIMENSIONS = 3  # tokens, layers, experts per token
 QUOTED_CHARACTERS = 500  # quoted from an answer in an error
 
 
+class _SampledLogprobs(TypedDict, total=False):
+    token_logprobs: Any
+
+
+class _SampledChoice(TypedDict, total=False):
+    token_ids: Any
+    logprobs: _SampledLogprobs | None
+    finish_reason: Any
+    stop_reason: Any
+    routed_experts: Any
+
+
+class SampledAnswer(TypedDict, total=False):
+    """What is read of an answer to a request for tokens, unless it has the kept ones."""
+
+    choices: list[_SampledChoice]
+
+
+def read_sampled(body: bytes) -> Any:
+    """Return an answer to a request for tokens, without the fields that `SampledAnswer` lacks.
+
+    vLLM repeats the prompt, and has an offset, a word and a table of one entry for each token: to
+    make Python's objects of them takes most of a request's time. An answer of other types is
+    returned as it is, for errors that name them.
+
+    Raises:
+        ValueError, RecursionError, MemoryError: it is no JSON.
+    """
+    try:
+        import msgspec
+    except ImportError:  # it comes with vLLM, which servers elsewhere may have alone
+        return json.loads(body)
+    try:
+        return msgspec.json.decode(body, type=SampledAnswer)
+    except (msgspec.MsgspecError, *_UNREADABLE):
+        return json.loads(body)
+
+
 @contextmanager
 def parsing(what: str) -> Iterator[None]:
     """Raise EngineError for an answer that cannot be read."""
@@ -44,6 +83,14 @@ def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"expected a number, got {type(value).__name__}")
     return float(value)
+
+
+def numbers(value: Any) -> list[float]:
+    """Return a list of numbers as floats; raise TypeError for anything else."""
+    values = entries(value)
+    if set(map(type, values)) == {float}:
+        return values
+    return list(map(number, values))
 
 
 def entries(value: Any) -> list[Any]:

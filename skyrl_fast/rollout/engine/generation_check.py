@@ -54,18 +54,34 @@ def _find_problem(generation: Generation, max_tokens: int, limit: int, stops: Se
         return f"expected at most {max_tokens} tokens, got {len(ids)}"
     if generation.stop_string is not None and generation.stop_string not in stops:
         return f"stop string: expected one of the request, got {generation.stop_string!r:.80}"
+    problem = _find_wrong_id(ids, limit) or _find_wrong_logprob(logprobs)
+    if problem:
+        return problem
+    if generation.kept_ids is None:
+        return ""
+    return _find_problem_of_kept(generation.kept_ids, ids, limit)
+
+
+def _find_wrong_id(ids: Sequence[Any], limit: int) -> str:
+    # Responses are long: what is nearly always true is asked of all at once.
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < limit:
+        return ""
     for position, token in enumerate(ids):
         if not _is_number(token, int) or not 0 <= token < limit:
             return f"token {position}: expected an id from 0 to {limit - 1}, got {token!r:.80}"
+    return ""
+
+
+def _find_wrong_logprob(logprobs: Sequence[Any]) -> str:
+    if set(map(type, logprobs)) == {float} and all(map(_is_logprob, logprobs)):
+        return ""
     for position, logprob in enumerate(logprobs):
         if not _is_number(logprob, int | float) or not _is_logprob(logprob):
             return (
                 f"logprob {position}: expected a number from {EXCLUDED_LOGPROB:g} to 0, "
                 f"got {logprob!r:.80}"
             )
-    if generation.kept_ids is None:
-        return ""
-    return _find_problem_of_kept(generation.kept_ids, ids, limit)
+    return ""
 
 
 def _find_problem_of_kept(kept_ids: list[np.ndarray], ids: list[int], limit: int) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, enter
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
-from skyrl_fast.train.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,7 @@ class RayRanks:
 
         return str(ray.util.get_node_ip_address())
 
-    def start(
-        self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
-    ) -> Sequence[RayRank]:
+    def start(self, size: int, port: int, *, cuda: bool) -> Sequence[RayRank]:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -51,7 +48,7 @@ class RayRanks:
             # Ray makes an actor's own GPU its only visible one.
             place = RankPlace(rank, size, address, port, 0 if cuda else None)
             # `follow` does not return before the run ends, so its result tells that the rank has.
-            started.append(RayRank(rank, actor, actor.follow.remote(place, make_models)))
+            started.append(RayRank(rank, actor, actor.follow.remote(place)))
         return started
 
 
@@ -94,5 +91,5 @@ class _Follower:
     def __init__(self, folder: str) -> None:
         enter(folder)
 
-    def follow(self, place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
-        follow(place, make_models)
+    def follow(self, place: RankPlace) -> None:
+        follow(place)

@@ -23,7 +23,13 @@ from skyrl_fast.train.checkpoint.local import (
     set_aside,
     verify_checkpoint,
 )
-from skyrl_fast.train.checkpoint.manifest import PieceSizes, digest_file, make_manifest
+from skyrl_fast.train.checkpoint.manifest import (
+    SIZES,
+    PieceSizes,
+    digest_file,
+    digest_pieces,
+    make_manifest,
+)
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
@@ -207,6 +213,52 @@ def test_digest_of_a_file_of_several_pieces(tmp_path: Path) -> None:
     files = make_manifest(tmp_path)["files"]
     assert files["file"] == {"bytes": 10, "digest": digest_of_pieces(b"abcdefghij")}
     assert files["none"] == {"bytes": 0, "digest": digest_of_pieces()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_piece_is_read_by_one_of_several_ranks(tmp_path: Path, size: int) -> None:
+    sizes = {"none": 0, "small": 5, "large": 4 * SIZES.piece + 7, "last": SIZES.piece}
+    for name, num_bytes in sizes.items():
+        with (tmp_path / name).open("wb") as file:
+            file.write(name.encode()[:num_bytes])
+            file.truncate(num_bytes)
+    found = []
+    for rank in range(size):
+        part = list(digest_pieces(tmp_path, sizes, rank=rank, size=size))
+        # All but two of the pieces have as many bytes.
+        assert len(part) <= 7 / size + 2
+        found += part
+    assert len(found) == 7
+    files = make_manifest(tmp_path)["files"]
+    for name, first, end in (("small", 0, 1), ("large", 1, 6), ("last", 6, 7)):
+        digests = b"".join(piece for piece in found[first:end] if isinstance(piece, bytes))
+        assert xxhash.xxh3_128(digests).hexdigest() == files[name]["digest"]
+    (tmp_path / "large").unlink()
+    assert list(digest_pieces(tmp_path, {"large": 9})) == ["missing"]
+
+
+@pytest.mark.spec("update.ranks-verify")
+def test_two_ranks_resume_from_the_newest_intact_checkpoint(
+    finished: tuple[Path, TrainResult],
+) -> None:
+    folder, _ = finished
+    shutil.copytree(folder / "run", folder / "ranks")
+    newest = folder / "ranks/checkpoints/step_000006"
+    one_bit(newest / "optimizer.safetensors", newest)
+    shared = settings(
+        folder,
+        "ranks",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.resume_mode=from_path",
+        f"trainer.resume_path={newest}",
+    )
+    with pytest.raises(CheckpointError, match=r"step 6 is damaged: .*optimizer\.safetensors: its"):
+        train(shared)
+    # In the same process: the ranks of the refused run had connected to nothing.
+    shared.trainer.resume_mode = "latest"
+    outcome = train(shared)
+    assert (outcome.step, outcome.checkpoint) == (6, newest)
+    assert newest.with_name("step_000006.damaged").is_dir()
 
 
 def test_set_aside_never_replaces(tmp_path: Path) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,10 @@ from _training import folder as folder
 from _training import settings, steady, train
 
 from skyrl_fast.system.network_interface import interface_to
+from skyrl_fast.train.checkpoint.manifest import MANIFEST, find_damage, make_manifest
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.per_rank import PerRank
-from skyrl_fast.train.parallel.rank_processes import start_ranks
+from skyrl_fast.train.parallel.rank_processes import RankProcesses, start_ranks
 from skyrl_fast.train.parallel.ranks import RankError, Ranks
 
 
@@ -58,6 +64,68 @@ def test_call_reaches_all_ranks_which_listen_on_loopback_only(tmp_path: Path) ->
         with pytest.raises(RuntimeError, match=nested):
             probe.nested()
     assert gone(other)
+
+
+def write_files(folder: Path) -> dict[str, int]:
+    """Write files with their manifest, of which each of two ranks reads one; return the bytes."""
+    (folder / "first").write_bytes(b"a" * 1000)
+    (folder / "second").write_bytes(b"b" * 1000)
+    (folder / MANIFEST).write_text(json.dumps(make_manifest(folder)))
+    return {"first": 1000, "second": 1000}
+
+
+@pytest.mark.spec("update.ranks-verify")
+def test_ranks_verify_files_together_before_they_connect(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    write_files(folder)
+    with closing(RankProcesses(LocalRanks(tmp_path), cuda=False)) as processes:
+        read_digests = partial(processes.digest_pieces, 2)
+        assert find_damage(folder, read_digests) is None
+        for name in ("first", "second"):
+            before = (folder / name).read_bytes()
+            (folder / name).write_bytes(before[:-1] + b"x")
+            found = find_damage(folder, read_digests)
+            assert found == (name, "its content is not what was written (digests differ)")
+            (folder / name).write_bytes(before)
+
+        def lose_second(folder: Path, sizes: Mapping[str, int]) -> Iterable[bytes | str]:
+            (folder / "second").unlink()
+            return read_digests(folder, sizes)
+
+        assert find_damage(folder, lose_second) == ("second", "missing (rank 1)")
+        assert not dist.is_initialized()
+        with processes.connect(2, Probe) as ranks:
+            assert len(Probe(ranks).processes()) == 2
+
+
+def test_rank_that_is_killed_while_it_verifies_is_named(tmp_path: Path) -> None:
+    sizes = write_files(tmp_path)
+    pipe = tmp_path / "second"
+    pipe.unlink()
+    os.mkfifo(pipe)
+
+    def kill_reader() -> None:
+        while True:
+            try:
+                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError:  # rank 1 does not read it yet
+                time.sleep(0.05)
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        os.close(writer)
+
+    thread = threading.Thread(target=kill_reader)
+    thread.start()
+    message = "the ranks did not verify the checkpoint: rank 1 exited with code -9"
+    with (
+        closing(RankProcesses(LocalRanks(tmp_path), cuda=False)) as processes,
+        pytest.raises(RankError, match=message),
+    ):
+        processes.digest_pieces(2, tmp_path, sizes)
+    thread.join()
 
 
 @pytest.mark.spec("update.rank-exit")

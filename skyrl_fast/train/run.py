@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.result import TrainResult as TrainResult
 from skyrl_fast.train.output.summary import show_summary
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
+from skyrl_fast.train.parallel.rank_processes import RankProcesses, RankStarter
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.run_progress import RunProgress
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error, with_short_errors
@@ -251,7 +251,13 @@ class RunRequest:
             starter: starts the other ranks, and knows where engines may start.
         """
         with signals.install(), lock_folders(config) as store, ExitStack() as stack:
-            start = starting_point(config, store, stack)
+            with as_setup_error():
+                cuda = find_device(config.trainer.device).type == "cuda"
+                processes = stack.enter_context(closing(RankProcesses(starter, cuda=cuda)))
+                # Where the plan chooses the number of ranks, it needs the checkpoint.
+                size = config.trainer.placement.num_ranks
+                read_digests = partial(processes.digest_pieces, size)
+                start = starting_point(config, store, stack, read_digests)
             if start.checkpoint is not None:
                 saved = start.state.get("config")
                 warn_of_changed_settings(saved, to_dict(config))
@@ -259,7 +265,7 @@ class RunRequest:
             # A run sets torch's threads; a notebook keeps its own.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with as_setup_error():
-                run = self._prepare(config, start, store, signals, starter, stack)
+                run = self._prepare(config, start, store, signals, processes, stack)
             return _train(run)
 
     def _prepare(
@@ -268,7 +274,7 @@ class RunRequest:
         start: StartingPoint,
         store: CheckpointStore | None,
         signals: StopSignals,
-        starter: RankStarter,
+        processes: RankProcesses,
         stack: ExitStack,
     ) -> _PreparedRun:
         """Check data, model and memory, and load the models; the engine starts later."""
@@ -279,8 +285,9 @@ class RunRequest:
         self._check(config, start, data)
         with_engine = self.make_rollouts is None
         plan_memory = self.parts.plan_memory
-        if starter.num_gpus is not None:
-            plan_memory = partial(plan_memory, gpus=GpusOfNode(HERE, starter.num_gpus))
+        num_gpus = processes.starter.num_gpus
+        if num_gpus is not None:
+            plan_memory = partial(plan_memory, gpus=GpusOfNode(HERE, num_gpus))
         plan = plan_memory(config, start.checkpoint, with_engine=with_engine)
         make: Callable[[Ranks], Models] = partial(
             self.parts.make_models,
@@ -296,18 +303,13 @@ class RunRequest:
         if with_engine:
             output.display.say(limits_text(config, one_turn=has_one_turn(self.make_env)))
         stack.enter_context(record_failure(Path(config.trainer.run_path)))
-        ranks = start_ranks(
-            config.trainer.placement.num_ranks,
-            make,
-            cuda=find_device(config.trainer.device).type == "cuda",
-            starter=starter,
-        )
+        ranks = processes.connect(config.trainer.placement.num_ranks, make)
         models = make(stack.enter_context(ranks))
         make_rollouts = self.make_rollouts or partial(
             _vllm_rollouts,
             prompts=data.train,
             make_env=self.make_env,
-            starter=starter,
+            starter=processes.starter,
             say=output.display.say,
             is_stopping=signals.is_stopping,
         )

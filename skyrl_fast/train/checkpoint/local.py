@@ -27,7 +27,14 @@ from typing import Any
 
 from skyrl_fast.errors import RunError
 from skyrl_fast.system.file_lock import close_locked, is_locked, lock_file
-from skyrl_fast.train.checkpoint.manifest import MANIFEST, Entries, find_damage, make_manifest
+from skyrl_fast.train.checkpoint.manifest import (
+    MANIFEST,
+    Entries,
+    ReadDigests,
+    digest_pieces,
+    find_damage,
+    make_manifest,
+)
 from skyrl_fast.train.checkpoint.saved_state import check_state
 
 STATE = "state.json"
@@ -163,10 +170,16 @@ def _undo_replacements(folder: Path) -> None:
                 old.rename(final)
 
 
-def newest_intact(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_intact(
+    folder: Path, read_digests: ReadDigests = digest_pieces
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the newest checkpoint that `verify_checkpoint` accepts, and newer ones with reasons.
 
     None if there are no checkpoints; an interrupted replacement is undone first.
+
+    Args:
+        folder: that of the checkpoints.
+        read_digests: reads the files of one.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -175,7 +188,7 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     errors: list[tuple[Path, str]] = []
     for _, checkpoint in reversed(checkpoints(folder)):
         try:
-            verify_checkpoint(checkpoint)
+            verify_checkpoint(checkpoint, read_digests)
         except CheckpointError as error:
             errors.append((checkpoint, str(error).removesuffix(ADVICE)))
         else:
@@ -189,13 +202,17 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     return None, []
 
 
-def verify_checkpoint(checkpoint: Path) -> None:
+def verify_checkpoint(checkpoint: Path, read_digests: ReadDigests = digest_pieces) -> None:
     """Check all files against the manifest, and the values of `state.json`.
+
+    Args:
+        checkpoint: its folder.
+        read_digests: reads the files.
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
     """
-    damage = find_damage(checkpoint)
+    damage = find_damage(checkpoint, read_digests)
     if damage is not None:
         name, reason = damage
         raise damage_error(checkpoint / name, reason)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,6 +37,8 @@ class PieceSizes:
 
 SIZES = PieceSizes()
 Entries = dict[str, dict[str, Any]]  # entries of the manifest, by path relative to its folder
+# Of the pieces of files of a folder, given with their bytes; in place of one why it cannot be read.
+ReadDigests = Callable[[Path, Mapping[str, int]], Iterable[bytes | str]]
 
 
 def make_manifest(folder: Path, known: Entries | None = None) -> dict[str, Any]:
@@ -82,8 +85,43 @@ def _is_outside(name: str) -> bool:
     return path.is_absolute() or ".." in path.parts
 
 
-def find_damage(folder: Path) -> tuple[str, str] | None:
+def digest_pieces(
+    folder: Path, sizes: Mapping[str, int], *, rank: int = 0, size: int = 1
+) -> Iterator[bytes | str]:
+    """Yield the digest of each piece of some files in their order, or why it cannot be read.
+
+    Args:
+        folder: of the files.
+        sizes: bytes of the files by relative path.
+        rank, size: of processes that share the work, this one's number, and their number. Each
+            has pieces that follow one another, with about as many bytes; a piece is of one alone.
+    """
+    pieces = []
+    total = sum(sizes.values())
+    before = 0
+    for name, num_bytes in sizes.items():
+        for start in range(0, num_bytes, SIZES.piece):
+            if before * size // total == rank:
+                pieces.append((folder / name, start))
+            before += min(SIZES.piece, num_bytes - start)
+    with _threads() as pool:
+        yield from pool.map(_digest_or_reason, pieces)
+
+
+def _digest_or_reason(piece: tuple[Path, int]) -> bytes | str:
+    path, start = piece
+    try:
+        return _digest_of_piece(path, SIZES, start)
+    except OSError as error:
+        return _unreadable(error)
+
+
+def find_damage(folder: Path, read_digests: ReadDigests = digest_pieces) -> tuple[str, str] | None:
     """Compare the files with `manifest.json`; files that it does not list are ignored.
+
+    Args:
+        folder: that of the manifest.
+        read_digests: reads the files.
 
     Returns:
         The first file that is damaged, relative to the folder, and what is wrong with it; None if
@@ -114,14 +152,15 @@ def find_damage(folder: Path) -> tuple[str, str] | None:
         if found != size:
             return name, f"expected {size} bytes, got {found}"
 
-    with _threads() as pool:
-        for name, (_, digest) in wanted.items():
-            try:
-                same = digest_file(folder / name, pool) == digest
-            except OSError as error:
-                return name, _unreadable(error)
-            if not same:
-                return name, "its content is not what was written (digests differ)"
+    found = iter(read_digests(folder, {name: size for name, (size, _) in wanted.items()}))
+    for name, (size, digest) in wanted.items():
+        digests = []
+        for one in islice(found, -(-size // SIZES.piece)):
+            if isinstance(one, str):
+                return name, one
+            digests.append(one)
+        if _xxh3(b"".join(digests)).hexdigest() != digest:
+            return name, "its content is not what was written (digests differ)"
     return None
 
 

@@ -23,7 +23,7 @@ from skyrl_fast.train.checkpoint.local import (
     set_aside,
     verify_checkpoint,
 )
-from skyrl_fast.train.checkpoint.manifest import MANIFEST
+from skyrl_fast.train.checkpoint.manifest import MANIFEST, ReadDigests, digest_pieces
 from skyrl_fast.train.checkpoint.remote import ASIDE, CheckpointStore, ObjectStoreError, download
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.output.loggers import read_metrics
@@ -64,12 +64,16 @@ class StartingPoint:
 
 
 def starting_point(
-    config: Config, store: CheckpointStore | None, stack: ExitStack
+    config: Config,
+    store: CheckpointStore | None,
+    stack: ExitStack,
+    read_digests: ReadDigests = digest_pieces,
 ) -> StartingPoint:
     """Return the verified checkpoint to resume from, if any, and those that are not to be read.
 
     Args:
         stack: removes the copy of a checkpoint that was chosen by its URL.
+        read_digests: reads the files of checkpoints; those that are downloaded are read here.
 
     Raises:
         CheckpointError: the chosen checkpoint, or every one, is damaged.
@@ -89,14 +93,15 @@ def starting_point(
             chosen = download(path.rstrip("/"), copies / "checkpoint")
         if not (chosen / STATE).is_file():
             raise SetupError(f"trainer.resume_path: no checkpoint in {chosen}")
-        verify_checkpoint(chosen)
+        if not is_url(path):  # else verified by the download
+            verify_checkpoint(chosen, read_digests)
         state = read_state(chosen)
         reason = f"it is later than trainer.resume_path={path}"
         # A later resume would take them, as the newest, for checkpoints of this run.
         later = [other for step, other in checkpoints(folder) if step > state["step"]]
         return StartingPoint(chosen, state, [(other, "later", reason) for other in later])
     if settings.resume_mode == "latest":
-        newest, damaged = _newest(folder, store)
+        newest, damaged = _newest(folder, store, read_digests)
         if newest is None:
             state = {}
         else:
@@ -119,13 +124,13 @@ def starting_point(
 
 
 def _newest(
-    folder: Path, store: CheckpointStore | None
+    folder: Path, store: CheckpointStore | None, read_digests: ReadDigests
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the newest intact checkpoint, downloaded if it is at a URL, and damaged local ones."""
     if store is None:
-        return newest_intact(folder)
+        return newest_intact(folder, read_digests)
     try:
-        newest, damaged = newest_intact(folder)
+        newest, damaged = newest_intact(folder, read_digests)
     except CheckpointError as error:  # all are damaged
         newest = None
         damaged = [(path, str(error)) for _, path in checkpoints(folder)]

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,7 +19,6 @@ from skyrl_fast.system.log_tail import log_tail
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.system.parent_watch import children_exit_with_this_process
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
-from skyrl_fast.train.parallel.ranks import Ranks
 
 LOG_LINES = 5  # last lines of a rank's log, shown when it has exited
 
@@ -33,9 +32,7 @@ class LocalRanks:
     engine_bundles: Sequence[EngineBundle] = ()
     num_gpus: int | None = None
 
-    def start(
-        self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
-    ) -> Sequence[LocalRank]:
+    def start(self, size: int, port: int, *, cuda: bool) -> Sequence[LocalRank]:
         if cuda and torch.cuda.device_count() < size:
             raise ValueError(
                 "trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are "
@@ -50,7 +47,7 @@ class LocalRanks:
             LocalRank(
                 spawn.Process(
                     target=_follow,
-                    args=(place, log, make_models),
+                    args=(place, log),
                     name=f"rank {place.rank}",
                     daemon=True,
                 ),
@@ -96,7 +93,7 @@ class LocalRank:
             self.process.join()
 
 
-def _follow(place: RankPlace, log: Path, make_models: Callable[[Ranks], object]) -> None:
+def _follow(place: RankPlace, log: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when to exit
         signal.signal(number, signal.SIG_IGN)
     with log.open("w") as file:
@@ -104,7 +101,7 @@ def _follow(place: RankPlace, log: Path, make_models: Callable[[Ranks], object])
             # Also what C++ writes, such as NCCL's warnings.
             os.dup2(file.fileno(), stream.fileno())
     try:
-        follow(place, make_models)
+        follow(place)
     except (
         BaseException
     ):  # at once: finalization would wait for threads, and on a GPU for the others

@@ -2,20 +2,26 @@
 
 Each process creates the same models from the same settings and follows rank 0 (`ranks.py`). Who
 starts them is a `RankStarter`: `local_ranks.py` on this machine, `ray_ranks.py` on a Ray cluster.
+Where a run resumes they first read its checkpoint, each a part, to verify it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import multiprocessing
 import os
+import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +29,7 @@ import torch.distributed as dist
 
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.system.network_interface import interface_to
+from skyrl_fast.train.checkpoint.manifest import digest_pieces
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
 from skyrl_fast.train.parallel.shared_files import SharedFiles
 
@@ -85,9 +92,7 @@ class RankStarter(Protocol):
     def num_gpus(self) -> int | None:
         """GPUs of this node that the run has; None: those that this process sees."""
 
-    def start(
-        self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
-    ) -> Sequence[RankProcess]:
+    def start(self, size: int, port: int, *, cuda: bool) -> Sequence[RankProcess]:
         """Start ranks 1 to size - 1; each calls `follow`."""
 
 
@@ -106,63 +111,161 @@ def start_ranks(
         ValueError: fewer GPUs than ranks.
         RankError: a process did not start, or this process is already in a process group.
     """
-    if size == 1:
-        yield SINGLE_RANK
-        return
-    if dist.is_initialized():
-        raise RankError(
-            "trainer.placement: this process is already in a torch.distributed process group, "
-            "of torchrun or of a failed run: start the run in a new process of its own"
-        )
-    # torch's own listener would accept connections on every interface
-    listener = socket.create_server((starter.address, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        starter.address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    ending = threading.Event()
-    processes: Sequence[RankProcess] = ()
-    try:
-        processes = starter.start(size, port, make_models, cuda=cuda)
-        _wait_for_all(store, processes)
-        ranks = Ranks(0, size)
-        threading.Thread(
-            target=_watch, args=(ranks, processes, ending), name="ranks", daemon=True
-        ).start()
-        place = RankPlace(0, size, starter.address, port, 0 if cuda else None)
-        _connect(ranks, store, place)  # waits for the others, even if they have exited by now
+    processes = RankProcesses(starter, cuda=cuda)
+    with contextlib.closing(processes), processes.connect(size, make_models) as ranks:
         yield ranks
-        ending.set()
-        if ranks.release():
-            ranks.files.close()
-            dist.destroy_process_group()
-            for process in processes:
-                # They exit by themselves after the release; then they are killed.
-                process.join(STOP_SECONDS)
-    finally:
-        ending.set()
-        for process in processes:
+
+
+class RankProcesses:
+    """The processes of the other ranks, which start when they are first needed.
+
+    Before they connect they have rank 0's store and no process group: a run that is refused until
+    then leaves nothing behind in this process.
+
+    Args:
+        starter: starts them.
+        cuda: each rank computes on a GPU; False: all compute on the CPU.
+    """
+
+    def __init__(self, starter: RankStarter, *, cuda: bool) -> None:
+        self.starter = starter
+        self._cuda = cuda
+        self._store: Any = None
+        self._port = 0
+        self._processes: Sequence[RankProcess] = ()
+        self._num_orders = 0
+
+    def digest_pieces(
+        self, size: int, folder: Path, sizes: Mapping[str, int]
+    ) -> Iterable[bytes | str]:
+        """Return what `manifest.digest_pieces` yields, of which each of `size` ranks reads a part.
+
+        Raises:
+            RankError: a process has exited, or did not start.
+        """
+        if size == 1:
+            return digest_pieces(folder, sizes)
+        self._start(size)
+        order = self._send(partial(_digest_part, folder, sizes))
+        found = _digest_part(folder, sizes, 0, size)
+        answers = []
+        for rank in range(1, size):
+            answers.append(_answer(order, rank))
+        what = "the ranks did not verify the checkpoint"
+        _wait_for(self._store, answers, self._processes, what=what)
+        for answer in answers:
+            found += pickle.loads(self._store.get(answer))
+        return found
+
+    @contextlib.contextmanager
+    def connect(self, size: int, make_models: Callable[[Ranks], object]) -> Iterator[Ranks]:
+        """Yield the `Ranks` of rank 0; the others exit with the block; see `start_ranks`."""
+        if size == 1:
+            yield SINGLE_RANK
+            return
+        self._start(size)
+        self._send(_Models(make_models))
+        ending = threading.Event()
+        try:
+            ranks = Ranks(0, size)
+            arguments = (ranks, self._processes, ending)
+            threading.Thread(target=_watch, args=arguments, name="ranks", daemon=True).start()
+            gpu = 0 if self._cuda else None
+            place = RankPlace(0, size, self.starter.address, self._port, gpu)
+            # Waits for the others, even if they have exited by now.
+            _connect(ranks, self._store, place)
+            yield ranks
+            ending.set()
+            if ranks.release():
+                ranks.files.close()
+                dist.destroy_process_group()
+                for process in self._processes:
+                    # They exit by themselves after the release; then they are killed.
+                    process.join(STOP_SECONDS)
+        finally:
+            ending.set()
+            self.close()
+            if dist.is_initialized() and not self._cuda:
+                # On GPUs this would wait for exited ranks.
+                dist.destroy_process_group()
+
+    def close(self) -> None:
+        """End the processes, and wait for that."""
+        for process in self._processes:
             process.kill()
-        if dist.is_initialized() and not cuda:  # on GPUs this would wait for exited ranks
-            dist.destroy_process_group()
+
+    def _start(self, size: int) -> None:
+        """Start the processes unless they run, and wait until all have finished their imports."""
+        if self._store is None:
+            self._listen()
+            self._processes = self.starter.start(size, self._port, cuda=self._cuda)
+        assert size == len(self._processes) + 1
+        ready = [_ready(rank) for rank in range(1, size)]
+        what = "the ranks did not start"
+        _wait_for(self._store, ready, self._processes, what=what, seconds=START_SECONDS)
+
+    def _listen(self) -> None:
+        if dist.is_initialized():
+            raise RankError(
+                "trainer.placement: this process is already in a torch.distributed process group, "
+                "of torchrun or of a failed run: start the run in a new process of its own"
+            )
+        address = self.starter.address
+        # torch's own listener would accept connections on every interface
+        listener = socket.create_server((address, 0))
+        self._port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            address,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _send(self, order: Callable[[int, int], object] | _Models) -> int:
+        """Let the others execute an order, whose results `_answer` names; return its number."""
+        number = self._num_orders
+        self._num_orders += 1
+        self._store.set(_order(number), pickle.dumps(order))
+        return number
 
 
-def follow(place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
-    """On another rank: create the models and execute rank 0's calls until it releases this one."""
-    store = dist.TCPStore(place.address, place.port)
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """The last order: connect, make these models, and follow rank 0."""
+
+    make: Callable[[Ranks], object]
+
+
+def follow(place: RankPlace) -> None:
+    """On another rank: execute rank 0's orders and calls until it releases this one."""
+    store: Any = dist.TCPStore(place.address, place.port)
     # Rank 0 then waits in collectives only for ranks that have finished their imports.
     store.set(_ready(place.rank), "1")
+    for number in itertools.count():
+        # Without a timeout: rank 0 loads data and plans the memory meanwhile.
+        store.wait([_order(number)], NO_TIMEOUT)
+        order = pickle.loads(store.get(_order(number)))
+        if isinstance(order, _Models):
+            break
+        store.set(_answer(number, place.rank), pickle.dumps(order(place.rank, place.size)))
     ranks = Ranks(place.rank, place.size)
     _connect(ranks, store, place)
-    models = make_models(ranks)
+    models = order.make(ranks)
     ranks.follow()
     ranks.files.close()
     del models
     dist.destroy_process_group()
+
+
+def _digest_part(folder: Path, sizes: Mapping[str, int], rank: int, size: int) -> list[bytes | str]:
+    found: list[bytes | str] = []
+    for digest in digest_pieces(folder, sizes, rank=rank, size=size):
+        if isinstance(digest, str):
+            found.append(f"{digest} (rank {rank})")
+        else:
+            found.append(digest)
+    return found
 
 
 def _connect(ranks: Ranks, store: Any, place: RankPlace) -> None:
@@ -193,16 +296,24 @@ def _listening_next_to(address: str) -> Iterator[None]:
             del os.environ[INTERFACE]
 
 
-def _wait_for_all(store: Any, processes: Sequence[RankProcess]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not store.check([_ready(rank + 1) for rank in range(len(processes))]):
+def _wait_for(
+    store: Any,
+    keys: Sequence[str],
+    processes: Sequence[RankProcess],
+    *,
+    what: str,
+    seconds: float = math.inf,
+) -> None:
+    """Wait until others have set keys of the store; RankError if one has exited, or is late."""
+    deadline = time.monotonic() + seconds
+    while True:
         dead = [message for process in processes if (message := process.exit_message())]
-        if dead or time.monotonic() > deadline:
-            if dead:
-                what = dead[0]
-            else:
-                what = f"no answer in {START_SECONDS:.0f} s"
-            raise RankError(f"trainer.placement: the ranks did not start: {what}")
+        if dead:
+            raise RankError(f"trainer.placement: {what}: {dead[0]}")
+        if store.check(keys):
+            return
+        if time.monotonic() > deadline:
+            raise RankError(f"trainer.placement: {what}: no answer in {seconds:.0f} s")
         time.sleep(0.05)
 
 
@@ -230,3 +341,11 @@ def _watch(ranks: Ranks, processes: Sequence[RankProcess], ending: threading.Eve
 
 def _ready(rank: int) -> str:
     return f"ready/{rank}"
+
+
+def _order(number: int) -> str:
+    return f"order/{number}"
+
+
+def _answer(number: int, rank: int) -> str:
+    return f"answer/{number}/{rank}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, enter, reserved_gpus
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
-from skyrl_fast.train.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,7 @@ class RayRanks:
         gpus = [reserved_gpus(), *ray.get(self._gpus)]
         return bundles_beside_ranks(self.group, self.engines, self.per_node, gpus)
 
-    def start(
-        self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
-    ) -> Sequence[RayRank]:
+    def start(self, size: int, port: int, *, cuda: bool) -> Sequence[RayRank]:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -89,7 +86,7 @@ class RayRanks:
             # Ray makes an actor's own GPU its only visible one.
             place = RankPlace(rank, size, address, port, 0 if cuda else None)
             # `follow` does not return before the run ends, so its result tells that the rank has.
-            started.append(RayRank(rank, actor, actor.follow.remote(place, make_models)))
+            started.append(RayRank(rank, actor, actor.follow.remote(place)))
         return started
 
 
@@ -161,5 +158,5 @@ class _Follower:
     def gpus(self) -> list[str]:
         return reserved_gpus()
 
-    def follow(self, place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
-        follow(place, make_models)
+    def follow(self, place: RankPlace) -> None:
+        follow(place)

@@ -26,10 +26,8 @@ def scripted_command(setup: VllmSetup, *, host: str, port: int) -> list[str]:
     return [sys.executable, str(SERVER), host, str(port), setup.model]
 
 
-def scripted_server(
-    make_setup: Callable[[], VllmSetup], access: ServerAccess, **options: Any
-) -> EngineServer:
-    return EngineServer(make_setup, access, command=scripted_command, **options)
+def scripted_server(make_setup: Callable[[], VllmSetup], access: ServerAccess) -> EngineServer:
+    return EngineServer(make_setup, access, command=scripted_command)
 
 
 def use_scripted_engines() -> None:

@@ -48,7 +48,6 @@ class EngineServer:
             the server's log.
         access: who may use it.
         command: returns the command of a server, given its settings, host and port.
-        variables: of its environment, next to those of this process.
     """
 
     def __init__(
@@ -57,12 +56,10 @@ class EngineServer:
         access: ServerAccess,
         *,
         command: Callable[..., list[str]] = serve_command,
-        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._make_setup = make_setup
         self._access = access
         self._command = command
-        self._variables = variables or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log = Path(os.devnull)
         self._started = threading.Event()
@@ -86,7 +83,7 @@ class EngineServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(setup, {**os.environ, **self._variables}),
+                env=self._environment(setup, os.environ),
                 # What stops the trainer does not stop it: the trainer's last step may need it.
                 start_new_session=True,
             )

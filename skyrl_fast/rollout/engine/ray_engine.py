@@ -72,11 +72,11 @@ class EngineActor:
         make_server: Callable[..., EngineServer] = EngineServer,
     ) -> None:
         enter(folder)
-        variables = {}
         if gpus_of_ranks:
-            # Ray gives a GPU to one process. A rank's sleeping engine has it, too, by this alone.
-            variables[VISIBLE_GPUS] = ",".join([*gpus_of_ranks, *reserved_gpus()])
-        self._server = make_server(make_setup, access, variables=variables)
+            # Ray has given these to the ranks alone. Before torch looks for GPUs, here and in the
+            # server, which inherits it.
+            os.environ[VISIBLE_GPUS] = ",".join([*gpus_of_ranks, *reserved_gpus()])
+        self._server = make_server(make_setup, access)
 
     def serve(self) -> str:
         """Start the server on this node's address alone; return its URL, not answering yet."""

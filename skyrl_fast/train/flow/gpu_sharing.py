@@ -65,8 +65,8 @@ class SleepingEngines(GpuSharing):
         return ThenMakeRoom(policy.free_cached_memory, weights)
 
 
-class ThenMakeRoom(Iterator[tuple[str, torch.Tensor]]):
-    """Weights that are read once, and make room at their end.
+class ThenMakeRoom(Iterable[tuple[str, torch.Tensor]]):
+    """Weights that make room each time that they have been read to the end.
 
     An engine wakes up when all have been read.
     """
@@ -74,7 +74,6 @@ class ThenMakeRoom(Iterator[tuple[str, torch.Tensor]]):
     def __init__(self, make_room: Callable[[], None], weights: NamedTensors) -> None:
         self._make_room = make_room
         self._weights = weights
-        self._items = iter(weights)
 
     def infos(self, dtype: torch.dtype | None) -> list[TensorInfo] | None:
         """See `StreamedWeights`."""
@@ -82,12 +81,9 @@ class ThenMakeRoom(Iterator[tuple[str, torch.Tensor]]):
             return self._weights.infos(dtype)
         return None
 
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        try:
-            return next(self._items)
-        except StopIteration:
-            self._make_room()
-            raise
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._weights
+        self._make_room()
 
 
 class EnginesInPlaceOfBase(SleepingEngines):

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -429,6 +430,23 @@ def test_tokens_and_logprobs_are_read_to_the_bit(
     assert read["token_ids"] == ids and set(map(type, read["token_ids"])) <= {int}
     assert (read["finish_reason"], read["stop_reason"]) == ("stop", None)
     assert ("text" in read) is ("tokens" in read["logprobs"]) is not has_msgspec
+
+
+async def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ssl.SSLContext.load_verify_locations
+    calls = []
+
+    def count(*arguments: Any, **options: Any) -> None:
+        calls.append(arguments)
+        read(*arguments, **options)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", count)
+    engine = RemoteEngine("http://127.0.0.1:9", start_timeout_seconds=0)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="did not answer within 0 s"):
+            await engine.start()
+    await engine.close()
+    assert len(calls) <= 1  # none if an earlier test has read them
 
 
 def test_limit_of_tokens_is_that_of_the_request() -> None:

@@ -127,6 +127,7 @@ def plan_memory(
     in_use: int = 0,
     num_gpus: int | None = None,
     with_engine: bool = True,
+    measurements: Measurements | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a run on GPUs, or with `trainer.device=cpu` in main memory.
 
@@ -136,13 +137,14 @@ def plan_memory(
         in_use: those of each GPU that others use.
         num_gpus: GPUs of the machine, of which at least those of the trainer are assumed.
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
+        measurements: of earlier plans, which share them; None: models are measured.
 
     Raises:
         ValueError: a model's config cannot be read, the engine cannot be placed, or the ranks of a
             long row cannot share the policy's heads.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
-    return _Planner(capacity, in_use, num_gpus, with_engine).plan(config)
+    return _Planner(capacity, in_use, num_gpus, with_engine, measurements).plan(config)
 
 
 def settle_ranks(
@@ -183,6 +185,7 @@ def plan_with_remedies(
     in_use: int = 0,
     num_gpus: int | None = None,
     with_engine: bool = True,
+    measurements: Measurements | None = None,
 ) -> MemoryPlan:
     """Return the plan as `plan_memory` does; where it does not fit, with settings that would.
 
@@ -190,8 +193,9 @@ def plan_with_remedies(
 
     Args:
         num_gpus: no more are proposed; None: unknown, at most MAX_GPUS are proposed.
+        measurements: of earlier plans, which share them; None: models are measured.
     """
-    planner = _Planner(capacity, in_use, num_gpus, with_engine)
+    planner = _Planner(capacity, in_use, num_gpus, with_engine, measurements)
     plan = planner.plan(config)
     if plan.fits:
         return plan
@@ -212,12 +216,19 @@ def plan_with_remedies(
 class _Planner:
     """Plans settings on one machine; each model is measured once."""
 
-    def __init__(self, capacity: int, in_use: int, num_gpus: int | None, with_engine: bool) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        in_use: int,
+        num_gpus: int | None,
+        with_engine: bool,
+        measurements: Measurements | None = None,
+    ) -> None:
         self._capacity = capacity
         self._in_use = in_use
         self._num_gpus = num_gpus or 1
         self._with_engine = with_engine
-        self._measure = _Measurements()
+        self._measure = measurements or Measurements()
 
     def plan(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
         """Return the plan; without activations, which take long to measure, a lower bound of it.
@@ -236,7 +247,7 @@ class _Planner:
                 break
             if not (with_moments or with_weights):
                 continue
-            offloaded = deepcopy(config)
+            offloaded = replace(config, trainer=deepcopy(config.trainer))
             if with_moments:
                 offload_moments(offloaded)
             if with_weights:
@@ -317,8 +328,11 @@ def _may_offload_weights(config: Config) -> bool:
 
 
 @dataclass(slots=True)
-class _Measurements:
-    """Sizes and activations by model, each measured once."""
+class Measurements:
+    """Sizes and activations by model, each measured once; plans of one process may share them.
+
+    Models are told apart by their path, and their config.json is read once.
+    """
 
     _configs: dict[str, Any] = field(default_factory=dict)
     _sizes: dict[tuple[str, str], ModelSize] = field(default_factory=dict)
@@ -348,19 +362,19 @@ class _Measurements:
             )
         return self._activations[key]
 
-    def without_activations(self) -> _Measurements:
+    def without_activations(self) -> Measurements:
         """Return the same sizes, with activations of 0 bytes."""
         return _SizesOnly(self._configs, self._sizes)
 
 
-class _SizesOnly(_Measurements):
+class _SizesOnly(Measurements):
     def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
         return ActivationMemory(PassMemory(0, 0), PassMemory(0, 0))
 
 
 def _plan(
     config: Config,
-    measure: _Measurements,
+    measure: Measurements,
     capacity: int,
     engine: EnginePlacement | None,
     *,
@@ -461,7 +475,7 @@ def _reader_items(engine: EnginePlacement) -> list[Item]:
 
 
 def _plan_main_memory(
-    config: Config, measure: _Measurements, capacity: int, with_engine: bool
+    config: Config, measure: Measurements, capacity: int, with_engine: bool
 ) -> MemoryPlan:
     """Return the plan of a run on this machine's processor: its ranks, and its engine."""
     size = measure.policy_size(config)
@@ -569,7 +583,7 @@ def _share_bytes(config: Config, name: str, parameters: int, each: float) -> Ite
     return Item(name, math.ceil(parameters * each / num_ranks), by_gpus)
 
 
-def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
+def _resident_items(config: Config, measure: Measurements) -> list[Item]:
     """Return what a rank holds throughout: the policy's weights and moments come first."""
     weights = _all_weights(config, measure)
     moments = _resident_moments(config, measure)
@@ -577,7 +591,7 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
     return [*weights[:number], *moments, *weights[number:]]
 
 
-def _all_weights(config: Config, measure: _Measurements) -> list[Item]:
+def _all_weights(config: Config, measure: Measurements) -> list[Item]:
     """Return a rank's weights of the policy, then those of the other models."""
     trainer = config.trainer
     algorithm = config.trainer.algorithm
@@ -597,7 +611,7 @@ def _all_weights(config: Config, measure: _Measurements) -> list[Item]:
     return items
 
 
-def _resident_moments(config: Config, measure: _Measurements) -> list[Item]:
+def _resident_moments(config: Config, measure: Measurements) -> list[Item]:
     """Return a rank's moments that stay on its GPU between steps."""
     trainer = config.trainer
     size = measure.policy_size(config)
@@ -649,7 +663,7 @@ def _lora(config: Config) -> LoraConfig | None:
     return None
 
 
-def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
+def _largest_update(config: Config, measure: Measurements) -> list[Item]:
     """Return the trainer's further parts on one GPU, at the peak of an update."""
     # Policy and critic are updated one after the other; a critic on the policy's base has the same
     # layers and no LM head.
@@ -676,7 +690,7 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
 
 def _update_items(
     config: Config,
-    measure: _Measurements,
+    measure: Measurements,
     path: str,
     is_policy: bool,
 ) -> list[Item]:
@@ -762,7 +776,7 @@ def head_bytes(
 
 
 def _spare_bytes(
-    config: Config, measure: _Measurements, updates: Iterable[DevicePlan]
+    config: Config, measure: Measurements, updates: Iterable[DevicePlan]
 ) -> tuple[int, int]:
     """Return what is put into the memory that updates leave: held gradients, then saved logits."""
     # The gradients are those of policy or critic, all or none; the logits at most those of all

@@ -5,9 +5,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_fast.train.model.loading import checkpoint_gradients
 from skyrl_fast.train.model.residual_stream import round_residual_stream
+from skyrl_fast.train.parallel.sharding import local_tensor
 
 COMMON = {
     "vocab_size": 512,
@@ -148,6 +151,50 @@ def peak_bytes(
     run()  # creates the gradients
     embeddings.grad = None
     return allocated_peak(run)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators of a thread make, while any thread holds them.
+
+    torch's profiler does not see what another thread frees, such as gloo's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._before: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            reference = StorageWeakRef(storage)
+            if not self._has(self._made.get(reference.cdata, (None, 0))[0]):
+                self._before[reference.cdata] = reference
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            reference = StorageWeakRef(storage)
+            if not self._has(self._before.get(reference.cdata)):
+                self._made[reference.cdata] = (reference, storage.nbytes())
+        for key, (reference, _) in list(self._made.items()):
+            if reference.expired():
+                del self._made[key]
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return result
+
+    @staticmethod
+    def _has(reference: StorageWeakRef | None) -> bool:
+        return reference is not None and not reference.expired()
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    found = []
+    for value in torch.utils._pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            # A collective's result that is waited for when it is used.
+            local = getattr(local_tensor(value), "elem", local_tensor(value))
+            if local.device.type == "cpu":
+                found.append(local.untyped_storage())
+    return found
 
 
 def allocated_peak(run: Callable[[], None], mapped: Collection[int] = ()) -> int:

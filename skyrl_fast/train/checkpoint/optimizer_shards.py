@@ -1,7 +1,8 @@
 """AdamW's moments as shards: each rank writes its own, any number of ranks reads them.
 
 The files are those of `HuggingFaceStorageWriter` of torch.distributed.checkpoint (DCP): safetensors
-with the offsets of the shards. DCP reads them; its writer would hold a file in memory once more.
+with the offsets of the shards, which DCP reads, too. Its writer would hold a file in memory once
+more; for its reader rank 0 would gather what each rank reads. Here a rank reads its own rows.
 
 Design: docs/design/020-several-gpus.md.
 """
@@ -9,19 +10,24 @@ Design: docs/design/020-several-gpus.md.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from skyrl_fast.rollout.engine.weights.tensor_file import (
+    METADATA,
+    StoredTensor,
+    list_tensors,
+    read_header,
+)
 from skyrl_fast.train.checkpoint.local import damage_error, write_json
 from skyrl_fast.train.parallel.ranks import Ranks
-from skyrl_fast.train.parallel.sharding import local_tensor
+from skyrl_fast.train.parallel.sharding import like_shard, local_tensor, shard_rows
 
 STEPS = "steps.json"
 SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the metadata of DCP's files
@@ -76,7 +82,7 @@ def _offsets(tensor: Any) -> list[int]:
 
 
 def load_shards(
-    folder: Path, parameters: Sequence[tuple[str, torch.Tensor]], ranks: Ranks
+    folder: Path, parameters: Sequence[tuple[str, torch.Tensor]]
 ) -> tuple[int, dict[str, State]]:
     """Return the step count and AdamW's state by parameter, sharded as it is.
 
@@ -84,49 +90,97 @@ def load_shards(
 
     Raises:
         CheckpointError: a file is damaged, or has values that AdamW cannot have written.
-        ValueError: a parameter is missing or has another shape, or torch is too old.
+        ValueError: a parameter is missing or has another shape.
     """
-    try:
-        from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-    except ImportError as error:
-        raise ValueError(
-            f"{folder}: was written by several ranks, and torch {torch.__version__} cannot read "
-            "that: expected torch 2.9 or newer"
-        ) from error
     step_count, steps, unmoved = _read_steps(folder / STEPS)
-    with _name_damage(folder):
-        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-    shapes = {n: getattr(saved, "size", None) for n, saved in metadata.state_dict_metadata.items()}
+    rows_of = {}
+    for name, parameter in parameters:
+        for key in SHARDED:
+            rows = shard_rows(parameter)
+            rows_of[f"{name}.{key}"] = slice(0, parameter.shape[0]) if rows is None else rows
+    found = _find_moments(folder, rows_of)
     states = {}
     for name, parameter in parameters:
         if name in unmoved:
             continue
+        moments = {}
         for key in SHARDED:
-            if name not in steps or f"{name}.{key}" not in shapes:
+            moment = found.get(f"{name}.{key}")
+            if name not in steps or moment is None:
                 raise ValueError(f"{folder}: no optimizer state for {name}: of another model?")
-            if shapes[f"{name}.{key}"] != parameter.shape:
+            if moment.shape != parameter.shape:
                 raise ValueError(f"{folder}: optimizer state of {name} has another shape")
+            with _name_damage(folder):
+                local = moment.read(rows_of[f"{name}.{key}"], parameter.dtype)
+            moments[key] = like_shard(local.to(parameter.device), parameter)
         step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
-        # Sharded as the parameter is: DCP reads into them the rows that this rank has.
-        moments = {key: torch.zeros_like(parameter.detach()) for key in SHARDED}
         states[name] = {**moments, "step": step}
-    tensors = {f"{n}.{key}": state[key] for n, state in states.items() for key in SHARDED}
-    with _name_damage(folder), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # with one rank
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.size == 1)
-    for name, state in states.items():
-        check_moments(name, state, folder)
+        check_moments(name, states[name], folder)
     return step_count, states
+
+
+@dataclass(slots=True)
+class _Moment:
+    """A moment in the files of several ranks.
+
+    Args:
+        shape: of all of it.
+        chunks: first row and tensor of those that have rows of this rank.
+    """
+
+    shape: torch.Size
+    chunks: list[tuple[int, StoredTensor]]
+
+    def read(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return these rows, each of which is in one chunk.
+
+        Raises:
+            ValueError: a row is in none, or a file is shorter than its header says.
+        """
+        read = torch.empty([rows.stop - rows.start, *self.shape[1:]], dtype=dtype)
+        begin = rows.start
+        for first, stored in sorted(self.chunks, key=lambda chunk: chunk[0]):
+            end = min(first + stored.shape[0], rows.stop)
+            if first <= begin < end:
+                part = slice(begin - first, end - first)
+                read[begin - rows.start : end - rows.start] = stored.read(part)
+                begin = end
+        if begin < rows.stop:
+            raise ValueError(f"expected rows {rows.start} to {rows.stop} of a moment, got {begin}")
+        return read
+
+
+def _find_moments(folder: Path, rows_of: Mapping[str, slice]) -> dict[str, _Moment]:
+    """Return where moments are stored, by the headers of all files.
+
+    Args:
+        rows_of: those of this rank, by moment. Of a thousand files only a few have them.
+
+    Raises:
+        CheckpointError: a file is none that `queue_shards` writes.
+    """
+    found: dict[str, _Moment] = {}
+    with _name_damage(folder):
+        for file in sorted(folder.glob("*.safetensors")):
+            offsets = json.loads(read_header(file)[0][METADATA][SHARDING_INFO])
+            for name, stored in list_tensors(file).items():
+                first = int(offsets[name][OFFSETS][0])
+                end = first + stored.shape[0]
+                moment = found.setdefault(name, _Moment(torch.Size(), []))
+                if not moment.shape or end > moment.shape[0]:
+                    moment.shape = torch.Size([end, *stored.shape[1:]])
+                rows = rows_of.get(name)
+                if rows is not None and first < rows.stop and end > rows.start:
+                    moment.chunks.append((first, stored))
+    return found
 
 
 @contextmanager
 def _name_damage(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError in place of what DCP raises about files that it cannot read."""
-    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
-
+    """Raise CheckpointError in place of what is raised about files that cannot be read."""
     try:
         yield
-    except (CheckpointException, SafetensorError, LookupError, OSError, ValueError) as error:
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise damage_error(folder, f"{type(error).__name__}: {error}") from error
 
 

@@ -33,6 +33,7 @@ def load_model(
     with_head: bool = True,
     setting: str = POLICY,
     ranks: Ranks = SINGLE_RANK,
+    unread: bool = False,
 ) -> Any:
     """Return the causal LM of a local folder or hub name, or the model that it is a part of.
 
@@ -41,6 +42,7 @@ def load_model(
         setting: the setting of the path, for messages.
         ranks: that share the model. With several its parameters are read when it is sharded, each
             rank its rows, unless it has to be read as a whole.
+        unread: leave parameters on the meta device with one rank, too, for `read_weights`.
 
     Raises:
         ValueError: there is no usable model; the message says what was tried.
@@ -59,7 +61,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
         auto = find_auto_class(config) if with_head else AutoModel
-        if ranks.size > 1:
+        if ranks.size > 1 or unread:
             model = load_unread(auto, Path(folder), config, device, ranks, dtype=dtype, **trust)
         is_unread = model is not None
         if not is_unread:

@@ -224,9 +224,7 @@ class Optimizer:
         if any((folder / SHARDS).glob("rank-*")):
             raise ValueError(f"{folder}: expected moments of adamw, got those of adamw_8bit")
         if (folder / SHARDS).is_dir():
-            self.step_count, states = load_shards(
-                folder / SHARDS, self.named_parameters, self.ranks
-            )
+            self.step_count, states = load_shards(folder / SHARDS, self.named_parameters)
             self.adamw.state.update(
                 {dict(self.named_parameters)[name]: s for name, s in states.items()}
             )

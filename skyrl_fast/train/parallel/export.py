@@ -41,22 +41,33 @@ def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
     # Known on every rank without a message: all have the same model.
     owners = writers(model, ranks.size)
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    weights = dict(weights_of(model))
+
+    def gather(name: str) -> torch.Tensor:
+        return full_weight(weights[name], ranks, CHECKPOINT, owner.idle)
+
     mine = {}
-    for name, tensor in weights_of(model):
-        full = full_weight(tensor, ranks, CHECKPOINT, owner.idle)
-        if owners[name] == ranks.rank and name not in left_out:
-            mine[name] = full.to("cpu", copy=True)
-    mine = checkpoint_names(model, mine)
+    for names in names_by_layer(model):
+        layer = {}
+        for name in names:
+            # Without a name, which would hold it while the next one is gathered.
+            if owners[name] == ranks.rank and name not in left_out:
+                layer[name] = full_weight(weights[name], ranks, CHECKPOINT, owner.idle).to(
+                    "cpu", copy=True
+                )
+            else:
+                full_weight(weights[name], ranks, CHECKPOINT, owner.idle)
+        if layer:
+            # Layer by layer: stored tensors that are parts of a weight are copies of them.
+            for name, value in checkpoint_names(model, layer).items():
+                mine[name] = value.contiguous()
     file = f"model-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
 
     def write() -> list[Path]:
         if not mine:
             return []
-        tensors = {}
-        for name, value in mine.items():
-            tensors[name] = value.contiguous()
         path = folder / file
-        save_file(tensors, str(path), metadata={"format": "pt"})
+        save_file(mine, str(path), metadata={"format": "pt"})
         return [path]
 
     ranks.files.queue(write)

@@ -241,15 +241,18 @@ def full_tensors(
         return {name: tensor.detach() for name, tensor in items}
     found = {}
     for name, tensor in items:
-        value = full_weight(tensor, ranks, ENGINE, idle)
+        # Without a name, which would hold it while the next one is gathered.
         if ranks.rank == 0:
-            # On the GPU, so that fewer bytes are copied to main memory.
-            if dtype is not None and value.is_floating_point():
-                cast = value.to(dtype)
-            else:
-                cast = value
-            found[name] = cast.cpu()
+            found[name] = _on_host(full_weight(tensor, ranks, ENGINE, idle), dtype)
+        else:
+            full_weight(tensor, ranks, ENGINE, idle)
     return found
+
+
+def _on_host(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is not None and value.is_floating_point():
+        value = value.to(dtype)  # on the GPU, so that fewer bytes are copied to main memory
+    return value.cpu()
 
 
 @run_on_all_ranks

@@ -4,7 +4,7 @@ transformers makes the model on the meta device, which costs no memory and does 
 loading but read: it compares names and shapes, and ties weights. After FSDP2 has divided the
 parameters (`sharding.py`), each rank reads the rows of its shards, one weight after another. A
 weight that transformers makes of several stored tensors, such as a layer's experts, is made alone:
-of the rank's experts only where each is stored by itself.
+of the rank's experts only, one after another, where each is stored by itself.
 
 Design: docs/design/022-a-thousand-gpus.md.
 """
@@ -75,6 +75,10 @@ class StoredWeight:
     def places(self) -> Sequence[Place]:
         return [self.place]
 
+    def parts(self, rows: slice | None) -> Sequence[slice | None]:
+        """Return by which rows they are read, one part after another."""
+        return [rows]
+
     def read(self, rows: slice | None) -> Sequence[torch.Tensor]:
         """Return rows of the tensor; None: all."""
         return [self.stored.read(rows)]
@@ -102,10 +106,21 @@ class MadeWeights:
     def places(self) -> Sequence[Place]:
         return list(self.by_name.values())
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether there is one weight, each row of which has stored tensors of its own."""
+        return _stacks_rows(self.converter) and len(self.by_name) == 1
+
+    def parts(self, rows: slice | None) -> Sequence[slice | None]:
+        if rows is None or not self.is_stacked:
+            return [rows]
+        # A row of these is as large as a layer's weight: it is read, stacked and joined alone.
+        return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
+
     def read(self, rows: slice | None) -> Sequence[torch.Tensor]:
         """Return rows of each weight; None: all."""
         dtype = self.places[0].dtype
-        is_stacked = _stacks_rows(self.converter) and len(self.by_name) == 1
+        is_stacked = self.is_stacked
         parts: dict[str, list[torch.Tensor]] = {}
         for pattern, stored in self.stored.items():
             if is_stacked and rows is not None:
@@ -154,6 +169,21 @@ class UnreadWeights:
                 if not weight.places[0].is_buffer:
                     _read_rows(weight)
 
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return these tensors of the model, those without values read."""
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        found = dict(tensors)
+        for weight in self._weights:
+            if not any(
+                place.tensor.is_meta and id(place.tensor) in names for place in weight.places
+            ):
+                continue
+            for place, value in zip(weight.places, weight.read(None), strict=True):
+                name = names.get(id(place.tensor))
+                if name is not None:
+                    found[name] = value.to(place.dtype)
+        return found
+
     def _read_buffers(self, model: Any) -> None:
         """Read the buffers that the files have, and compute those that they have not."""
         for weight in self._weights:
@@ -188,11 +218,15 @@ def _read_rows(weight: StoredWeight | MadeWeights) -> None:
         is_empty = rows is not None and rows.start == rows.stop
         if is_left_out or is_empty:
             continue
-        value = weight.read(rows)[number]
         local = local_tensor(place.tensor)
-        if local.dtype != place.dtype:  # of another width than it is loaded in
-            value = value.to(place.dtype)
-        local.copy_(value)
+        for part in weight.parts(rows):
+            value = weight.read(part)[number]
+            if local.dtype != place.dtype:  # of another width than it is loaded in
+                value = value.to(place.dtype)
+            target = local
+            if part is not None and rows is not None:
+                target = local[part.start - rows.start : part.stop - rows.start]
+            target.copy_(value)
 
 
 def load_unread(
@@ -232,6 +266,16 @@ def read_shards(root: torch.nn.Module) -> None:
         unread: UnreadWeights | None = vars(module).pop(UNREAD, None)
         if unread is not None:
             unread.read_shards(root)
+
+
+def read_weights(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return full weights of a model by name; of one that `load_unread` made they are read now."""
+    unread: UnreadWeights | None = vars(model).get(UNREAD)
+    if unread is None:
+        return dict(tensors)
+    return unread.read(tensors)
 
 
 def take_part(model: torch.nn.Module, part: torch.nn.Module) -> torch.nn.Module:

@@ -161,17 +161,23 @@ def num_bytes(infos: Iterable[TensorInfo]) -> int:
 
 
 def write_tensors(
-    file: BinaryIO, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]]
+    file: BinaryIO,
+    infos: Sequence[TensorInfo],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors, in main memory, to a file while they are iterated.
 
     Args:
         infos: those of all of them.
+        metadata: of the file; None: it has none.
 
     Raises:
         ValueError: a tensor is another one than the infos say.
     """
-    header = {}
+    header: dict[str, Any] = {}
+    if metadata:
+        header[METADATA] = dict(metadata)
     left = {}
     end = 0
     # Wide ones first: each begins at a multiple of its width, as torch's views need it.

@@ -62,6 +62,9 @@ def test_settings_take_precedence() -> None:
     assert one == EnginePlacement(((0,),), (0,), True, "file")
     two = engine_placement(config_of(1, num_engines=2), 4)
     assert two == EnginePlacement(((2,), (3,)), (), False, "file")
+    leaving = config_of(1)
+    leaving.trainer.placement.offload_weights = True
+    assert engine_placement(leaving, 1) == EnginePlacement(((0,),), (0,), True, "file")
     never = engine_placement(config_of(1, enable_sleep_mode=False), 1)
     assert never == EnginePlacement(((0,),), (0,), False, "ipc")
     by_file = engine_placement(config_of(1, weight_sync_backend="file"), 1)

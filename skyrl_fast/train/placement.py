@@ -232,7 +232,9 @@ def _weight_sync(config: Config, shared: tuple[int, ...], num_engines: int) -> s
         return "gloo"
     if num_engines > 1:
         return "file"
-    if shared and ranks == 1 and not config.trainer.placement.offload_weights:
+    if shared and config.trainer.placement.offload_weights:
+        return "file"
+    if shared and ranks == 1:
         return "ipc"
     one_replica = engine.engine_init_kwargs.get("data_parallel_size", 1) == 1
     if ranks == 1 and one_replica:

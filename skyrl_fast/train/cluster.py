@@ -106,7 +106,8 @@ def run_on_cluster(
             reserved = _reserve(ray, config, nodes, seconds, beside)
             nodes = reserved.nodes
             try:
-                return _attempt(ray, reserved, _on_nodes(config, nodes, beside), run_here)
+                config_of_attempt = _on_nodes(config, nodes, beside)
+                return _attempt(ray, reserved, config_of_attempt, run_here)
             finally:
                 reserved.release(ray)
 
@@ -175,9 +176,11 @@ def _engines_of_node(ray: Any, config: Config) -> EnginesOfNode | None:
     num_gpus = None
     if sizes[0] > 0 and config.trainer.device != "cpu":
         # As many as the nodes with most of them have; too few for the ranks are none to reserve.
-        num_gpus = max(min(sizes[: placement.policy_num_nodes]), placement.ranks_per_node)
+        least = min(sizes[: placement.policy_num_nodes])
+        num_gpus = max(least, placement.ranks_per_node)
     engines = node_placement(config, num_gpus or 0).engines
-    return EnginesOfNode(engines, _engine_bundle(ray, config)["CPU"], num_gpus)
+    cpus = _engine_bundle(ray, config)["CPU"]
+    return EnginesOfNode(engines, cpus, num_gpus)
 
 
 def _reserve(

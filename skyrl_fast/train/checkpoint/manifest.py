@@ -7,6 +7,7 @@ of its pieces' digests, which are computed in parallel.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,14 +153,19 @@ def find_damage(folder: Path, read_digests: ReadDigests = digest_pieces) -> tupl
         if found != size:
             return name, f"expected {size} bytes, got {found}"
 
-    found = iter(read_digests(folder, {name: size for name, (size, _) in wanted.items()}))
+    sizes = {}
+    for name, (size, _) in wanted.items():
+        sizes[name] = size
+    found = iter(read_digests(folder, sizes))
     for name, (size, digest) in wanted.items():
         digests = []
-        for one in islice(found, -(-size // SIZES.piece)):
+        num_pieces = math.ceil(size / SIZES.piece)
+        for one in islice(found, num_pieces):
             if isinstance(one, str):
                 return name, one
             digests.append(one)
-        if _xxh3(b"".join(digests)).hexdigest() != digest:
+        joined = _xxh3(b"".join(digests))
+        if joined.hexdigest() != digest:
             return name, "its content is not what was written (digests differ)"
     return None
 

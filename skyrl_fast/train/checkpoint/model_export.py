@@ -174,7 +174,12 @@ def save_merged(
     model.save_pretrained(folder, state_dict={})
     (folder / WEIGHTS).unlink(missing_ok=True)  # that of no weights
     weights = dict(weights_of(model))
-    groups = [{name: weights[name] for name in names} for names in names_by_layer(model)]
+    groups = []
+    for names in names_by_layer(model):
+        group = {}
+        for name in names:
+            group[name] = weights[name]
+        groups.append(group)
     infos: list[TensorInfo] = []
     for group in groups:
         empty = {name: value.to("meta") for name, value in group.items()}
@@ -198,8 +203,10 @@ def save_merged(
             write_tensors(stream, part, islice(tensors, len(part)), metadata={"format": "pt"})
         weight_map |= {info[0]: file for info in part}
     if len(files) > 1:
-        index = {"metadata": {"total_size": num_bytes(infos)}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        total = {"total_size": num_bytes(infos)}
+        index = {"metadata": total, "weight_map": weight_map}
+        text = json.dumps(index, indent=2)
+        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def _merge_layer(
@@ -209,10 +216,12 @@ def _merge_layer(
     from skyrl_fast.train.model.lora import merge
     from skyrl_fast.train.parallel.export import checkpoint_names
 
-    merged = merge(model, layer)
-    cast = {name: value.to(dtypes[name]) for name, value in merged.items()}
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return checkpoint_names(model, {n: value for n, value in cast.items() if n not in left_out})
+    cast = {}
+    for name, value in merge(model, layer).items():
+        if name not in left_out:
+            cast[name] = value.to(dtypes[name])
+    return checkpoint_names(model, cast)
 
 
 def _divide(infos: Sequence[TensorInfo], file_bytes: int) -> list[list[TensorInfo]]:

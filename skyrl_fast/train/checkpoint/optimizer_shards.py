@@ -95,9 +95,11 @@ def load_shards(
     step_count, steps, unmoved = _read_steps(folder / STEPS)
     rows_of = {}
     for name, parameter in parameters:
+        rows = shard_rows(parameter)
+        if rows is None:
+            rows = slice(0, parameter.shape[0])
         for key in SHARDED:
-            rows = shard_rows(parameter)
-            rows_of[f"{name}.{key}"] = slice(0, parameter.shape[0]) if rows is None else rows
+            rows_of[f"{name}.{key}"] = rows
     found = _find_moments(folder, rows_of)
     states = {}
     for name, parameter in parameters:
@@ -162,7 +164,8 @@ def _find_moments(folder: Path, rows_of: Mapping[str, slice]) -> dict[str, _Mome
     found: dict[str, _Moment] = {}
     with _name_damage(folder):
         for file in sorted(folder.glob("*.safetensors")):
-            offsets = json.loads(read_header(file)[0][METADATA][SHARDING_INFO])
+            header, _ = read_header(file)
+            offsets = json.loads(header[METADATA][SHARDING_INFO])
             for name, stored in list_tensors(file).items():
                 first = int(offsets[name][OFFSETS][0])
                 end = first + stored.shape[0]

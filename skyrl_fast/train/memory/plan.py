@@ -442,9 +442,11 @@ def _plan(
         devices = [*_devices(shared, update, capacity, ", update"), *devices]
         if leaves and config.trainer.placement.num_ranks > 1:
             # Gathered on the GPUs; the engine allocates its weights meanwhile.
-            of_engine_bytes = math.ceil(_engine_weight_bytes(config, size) / len(engine.engines[0]))
-            loaded = Item("engine: weights", of_engine_bytes)
-            both = [*before, *resident, _probe_item(config, size), *readers, context, loaded]
+            gpus_of_engine = len(engine.engines[0])
+            engine_bytes = math.ceil(_engine_weight_bytes(config, size) / gpus_of_engine)
+            loaded = Item("engine: weights", engine_bytes)
+            probe = _probe_item(config, size)
+            both = [*before, *resident, probe, *readers, context, loaded]
             devices += _devices(shared, both, capacity, ", hand-over")
     updates = []
     for device in devices:
@@ -455,8 +457,9 @@ def _plan(
         dtype = _dtype(config.trainer.policy.dtype)
         host += dtype.itemsize * size.frozen_parameters
     if leaves:
-        nodes = placement.policy_num_nodes
-        host += math.ceil(_total(_all_weights(config, measure)) * placement.num_ranks / nodes)
+        of_rank = _total(_all_weights(config, measure))
+        of_all_ranks = of_rank * placement.num_ranks
+        host += math.ceil(of_all_ranks / placement.policy_num_nodes)
     held, logits = _spare_bytes(config, measure, updates)
     drawing = draw_nodes(config, engine)
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)

@@ -52,11 +52,9 @@ def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
         for name in names:
             # Without a name, which would hold it while the next one is gathered.
             if owners[name] == ranks.rank and name not in left_out:
-                layer[name] = full_weight(weights[name], ranks, CHECKPOINT, owner.idle).to(
-                    "cpu", copy=True
-                )
+                layer[name] = gather(name).to("cpu", copy=True)
             else:
-                full_weight(weights[name], ranks, CHECKPOINT, owner.idle)
+                gather(name)
         if layer:
             # Layer by layer: stored tensors that are parts of a weight are copies of them.
             for name, value in checkpoint_names(model, layer).items():

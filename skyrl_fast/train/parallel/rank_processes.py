@@ -245,10 +245,12 @@ def follow(place: RankPlace) -> None:
     for number in itertools.count():
         # Without a timeout: rank 0 loads data and plans the memory meanwhile.
         store.wait([_order(number)], NO_TIMEOUT)
-        order = pickle.loads(store.get(_order(number)))
+        sent = store.get(_order(number))
+        order = pickle.loads(sent)
         if isinstance(order, _Models):
             break
-        store.set(_answer(number, place.rank), pickle.dumps(order(place.rank, place.size)))
+        answer = order(place.rank, place.size)
+        store.set(_answer(number, place.rank), pickle.dumps(answer))
     ranks = Ranks(place.rank, place.size)
     _connect(ranks, store, place)
     models = order.make(ranks)

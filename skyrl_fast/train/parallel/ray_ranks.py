@@ -55,7 +55,9 @@ class RayRanks:
 
     @property
     def num_gpus(self) -> int | None:
-        return None if self.engines is None else self.engines.num_gpus
+        if self.engines is None:
+            return None
+        return self.engines.num_gpus
 
     @property
     def engine_bundles(self) -> Sequence[EngineBundle]:
@@ -86,7 +88,8 @@ class RayRanks:
             # Ray makes an actor's own GPU its only visible one.
             place = RankPlace(rank, size, address, port, 0 if cuda else None)
             # `follow` does not return before the run ends, so its result tells that the rank has.
-            started.append(RayRank(rank, actor, actor.follow.remote(place)))
+            following = actor.follow.remote(place)
+            started.append(RayRank(rank, actor, following))
         return started
 
 

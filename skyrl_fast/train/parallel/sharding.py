@@ -78,7 +78,10 @@ def shard(model: Any, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> No
                 groups.insert(0, (others, MixedPrecisionPolicy()))
         for group, policy in groups:
             fully_shard(group, mesh=ranks.mesh, mp_policy=policy)
-            first = group[0] if isinstance(group, list) else group
+            if isinstance(group, list):
+                first = group[0]
+            else:
+                first = group
             first.set_custom_all_gather(CountedGather(ranks.traffic))
             first.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
             # Summed, not averaged: a token's weight has the mini-batch's denominator already.
@@ -111,7 +114,9 @@ def _exact_modules(layer: Any, dtype: torch.dtype) -> list[Any] | None:
             return None
         else:
             exact.append(module)
-    return exact if has_linear else None
+    if has_linear:
+        return exact
+    return None
 
 
 def with_full_params(model: Any, work: Callable[[], T]) -> T:

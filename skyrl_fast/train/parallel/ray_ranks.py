@@ -76,12 +76,13 @@ class RayRanks:
         address = self.address
         started = []
         for rank in range(1, size):
+            node = rank // self.per_node
             actor = follower.options(
                 name=None,
                 num_cpus=1,
-                num_gpus=int(cuda),
+                num_gpus=min(1, self.group.bundle_specs[node].get("GPU", 0)),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self.group, placement_group_bundle_index=rank // self.per_node
+                    self.group, placement_group_bundle_index=node
                 ),
             ).remote(os.getcwd())
             self._gpus.append(actor.gpus.remote())

@@ -25,11 +25,12 @@ from examples.tiny_model.recipe import SPINS  # noqa: E402
 
 STEPS = 40  # as many as config.yaml trains
 INTERVAL = 10
+EVALUATED = range(INTERVAL, STEPS + 1, INTERVAL)
 KEPT = ("step", "timing/step", "policy/policy_entropy", "policy/cross_entropy")
 
 
-def demonstrate(folder: Path, seed: int) -> list[Path]:
-    """Train the warm-started model on the demonstrations again; return the checkpoints."""
+def demonstrate(folder: Path, seed: int) -> dict[int, Path]:
+    """Train the warm-started model on the demonstrations again; return checkpoints by step."""
     command = [sys.executable, "-m", "skyrl_fast", "sft", str(HERE / "warm_start.yaml"), "--resume"]
     command += [
         f"trainer.policy.model.path={FOLDER / 'model'}",
@@ -38,9 +39,10 @@ def demonstrate(folder: Path, seed: int) -> list[Path]:
         f"trainer.max_training_steps={STEPS}",
         f"trainer.epochs={STEPS}",
         f"trainer.ckpt_interval={INTERVAL}",
+        "trainer.max_ckpts_to_keep=-1",
     ]
     subprocess.run(command, check=True)
-    return sorted((folder / "checkpoints").glob("step_*"))
+    return {step: folder / f"checkpoints/step_{step:06d}" for step in EVALUATED}
 
 
 def main() -> None:
@@ -63,11 +65,11 @@ def main() -> None:
     os.chdir(options.base)
     prepare(FOLDER)
     checkpoints = demonstrate(folder / "sft", config.trainer.seed)
-    targets = [FOLDER / "model", *checkpoints]
-    found = evaluate(config, targets, out=folder / "evaluation", say=print)
+    targets = {0: FOLDER / "model", **checkpoints}
+    found = evaluate(config, [*targets.values()], out=folder / "evaluation", say=print)
     scores = {}
-    for number, evaluation in enumerate(found):
-        scores[number * INTERVAL] = evaluation.score.mean
+    for step, evaluation in zip(targets, found, strict=True):
+        scores[step] = evaluation.score.mean
     lines = [json.dumps({"step": 0, EVAL: scores[0]})]
     for row in read_metrics(folder / "sft/metrics.jsonl"):
         kept = {name: row[name] for name in KEPT}

@@ -46,7 +46,8 @@ def test_a_mistake_is_400_and_no_failure(mistake: str, tiny_tokenizer: Any) -> N
 
     async def agent(task: Any) -> float:
         headers = {"authorization": f"Bearer {task.api_key}"}
-        async with httpx.AsyncClient(base_url=task.base_url, headers=headers) as client:
+        options: dict[str, Any] = {"headers": headers, "timeout": 60.0}  # a busy machine
+        async with httpx.AsyncClient(base_url=task.base_url, **options) as client:
             body = {"model": task.model, "messages": ASKED}
             await client.post("/chat/completions", json=body)
             path, wrong = MISTAKES[mistake]

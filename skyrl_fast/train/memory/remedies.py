@@ -122,10 +122,15 @@ def _together(
 ) -> list[Settings]:
     """Return the combination that fits and changes least, added to `base`; [] if there is none."""
 
-    def strength(indices: tuple[int, ...]) -> tuple[int, int, int]:
-        """Return whether a last resort is taken, how many axes change, and how far."""
-        last = sum(index for axis, index in zip(axes, indices, strict=True) if axis.is_last)
-        return last, sum(index > 0 for index in indices), sum(indices)
+    def strength(indices: tuple[int, ...]) -> tuple[int, int, int, list[int]]:
+        """Return whether a last resort is taken, how many axes change, how far, and which."""
+        last = 0
+        for axis, index in zip(axes, indices, strict=True):
+            if axis.is_last:
+                last += index
+        num_changed = sum(index > 0 for index in indices)
+        preferred_first = [-index for index in indices]
+        return last, num_changed, sum(indices), preferred_first
 
     choices = [range(len(axis.values) + 1) for axis in axes]  # 0: unchanged
     for indices in sorted(product(*choices), key=strength):

@@ -455,9 +455,9 @@ def fixed_batch(config: Config) -> dict[str, float]:
         step_wise=True,
     ).with_(advantages=torch.repeat_interleave(advantages, torch.tensor(lengths)))
     found = {}
-    for kind in ("step", "auto"):
+    for kind, layout in (("step", "sequence"), ("auto", "auto")):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        policy = Policy(model, tree=uses_trees(kind), temperature=temperature)
+        policy = Policy(model, tree=uses_trees(layout), temperature=temperature)
         ours = batch.with_(ref_logprobs=policy.batch_logprobs(batch) - 0.1)
         metrics = accumulate_gradient(policy, ours, algorithm=config.trainer.algorithm)
         found[f"{kind} loss"] = metrics["policy/loss"]

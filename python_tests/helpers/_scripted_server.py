@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from _phases import pause
+from _small_server import KEY, JsonHandler
 
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, record_digests
@@ -24,7 +25,6 @@ from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_br
 from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
 from skyrl_fast.system.parent_watch import exit_with_parent
 
-KEY = "SKYRL_FAST_ENGINE_KEY"
 LONGEST = 1024
 
 
@@ -105,7 +105,7 @@ class Engine:
         return (logits / temperature).log_softmax(-1)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler, BaseHTTPRequestHandler):
     engine: Engine
 
     def do_GET(self) -> None:
@@ -126,16 +126,6 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {"results": [result]})
         else:  # pauses and caches, of which it has none
             self.answer(200, {})
-
-    def answer(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: Any) -> None:
-        """Write nothing."""
 
 
 def main() -> None:

@@ -15,7 +15,19 @@ from skyrl_fast.system.parent_watch import exit_with_parent
 KEY = "SKYRL_FAST_ENGINE_KEY"
 
 
-class Handler(BaseHTTPRequestHandler):
+class JsonHandler(BaseHTTPRequestHandler):
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Write nothing."""
+
+
+class Handler(JsonHandler):
     behaviour = ""
 
     def do_GET(self) -> None:
@@ -34,16 +46,6 @@ class Handler(BaseHTTPRequestHandler):
             "finish_reason": "stop",
         }
         self.answer(200, {"choices": [choice]})
-
-    def answer(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: Any) -> None:
-        """Write nothing."""
 
 
 def main() -> None:

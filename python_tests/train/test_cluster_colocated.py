@@ -1,4 +1,4 @@
-"""Engines beside the ranks of several nodes, here pretended: results, GPUs, faults, what is left.
+"""Engines colocated with the ranks of pretended nodes: results, GPUs, faults, what is left.
 
 The engines are scripted servers, whose tokens depend on weights, prompt and seed alone.
 """
@@ -112,7 +112,7 @@ def test_each_node_has_engines_on_the_gpus_of_its_ranks(
 
 @pytest.mark.spec("update.colocated-nodes")
 @pytest.mark.parametrize("fault", ["server", "actor"])
-def test_a_lost_engine_comes_back_beside_its_rank(
+def test_a_lost_engine_comes_back_colocated_with_its_rank(
     fault: str, folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"lost-{fault}"

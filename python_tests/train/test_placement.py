@@ -9,7 +9,7 @@ from _features import BASE, ENGINE
 from skyrl_fast.config import Config, ConfigError, as_config, check_config
 from skyrl_fast.train import cluster
 from skyrl_fast.train.parallel.ranks import RankError
-from skyrl_fast.train.parallel.ray_ranks import EnginesOfNode, bundles_beside_ranks
+from skyrl_fast.train.parallel.ray_ranks import EnginesOfNode, colocated_bundles
 from skyrl_fast.train.placement import (
     EnginePlacement,
     draw_nodes,
@@ -184,7 +184,7 @@ def test_engines_of_several_nodes_are_as_many_on_each() -> None:
 def test_an_engine_has_the_gpus_that_its_ranks_have_reserved() -> None:
     group = object()
     gpus = [["7"], ["3"], ["0"], ["1"]]  # of ranks 0 to 3, two on a node
-    each = bundles_beside_ranks(group, EnginesOfNode(((0,), (1,)), 1.0, 2), 2, gpus)
+    each = colocated_bundles(group, EnginesOfNode(((0,), (1,)), 1.0, 2), 2, gpus)
     assert [(bundle.index, bundle.gpus_of_ranks) for bundle in each] == [
         (0, ("7",)),
         (0, ("3",)),
@@ -194,10 +194,10 @@ def test_an_engine_has_the_gpus_that_its_ranks_have_reserved() -> None:
     assert all(bundle.taken == {"CPU": 1.0, "GPU": 0.0} for bundle in each)
     parallel = EnginesOfNode(((0, 1, 2),), 4.0, 3)  # the last GPU has no rank
     assert parallel.resources(2) == {"CPU": 4.0, "GPU": 1.0}
-    first, second = bundles_beside_ranks(group, parallel, 2, gpus)
+    first, second = colocated_bundles(group, parallel, 2, gpus)
     assert (first.gpus_of_ranks, second.gpus_of_ranks) == (("7", "3"), ("0", "1"))
     assert second.taken == {"CPU": 4.0, "GPU": 1.0}
-    on_cpus = bundles_beside_ranks(group, EnginesOfNode(((),), 1.0, None), 1, [[], []])
+    on_cpus = colocated_bundles(group, EnginesOfNode(((),), 1.0, None), 1, [[], []])
     assert [(bundle.index, bundle.gpus_of_ranks) for bundle in on_cpus] == [(0, ()), (1, ())]
 
 

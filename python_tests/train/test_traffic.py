@@ -57,18 +57,23 @@ def long_rows(rows: int = ROWS) -> StepBatch:
     )
 
 
+def update(models: Wide, batch: StepBatch) -> dict[str, float]:
+    """Train on all rows at once, of groups of four."""
+    return update_policy(
+        models.policy,
+        models.optimizer,
+        batch,
+        algorithm=AlgorithmConfig(),
+        mini_batch_size=batch.num_rows // 4,
+    )
+
+
 def measured(models: Wide, folder: Path) -> tuple[Mapping[str, float], int]:
     """Return the counters of an update, the old log-probabilities, a sync and a checkpoint."""
     batch, ranks = long_rows(), models.ranks
     ranks.traffic.take()
     models.policy.batch_logprobs(batch)
-    found = update_policy(
-        models.policy,
-        models.optimizer,
-        batch,
-        algorithm=AlgorithmConfig(),
-        mini_batch_size=ROWS // 4,
-    )
+    found = update(models, batch)
     updated = ranks.traffic.take()
     assert dict(models.policy.named_weights())
     models.policy.save(folder)
@@ -118,7 +123,8 @@ def test_weights_are_gathered_in_the_dtype_of_the_products_and_no_bit_changes(
     tmp_path: Path,
 ) -> None:
     """Those of linear modules; norms and what is outside the layers stay float32."""
-    rows, size = 16, 2  # two passes of a rank
+    rows = 16  # two passes of a rank
+    size = 2
     batch = long_rows(rows)
     found: dict[str, Mapping[str, float]] = {}
     results: dict[str, list[torch.Tensor]] = {}
@@ -129,13 +135,7 @@ def test_weights_are_gathered_in_the_dtype_of_the_products_and_no_bit_changes(
             ranks.traffic.take()
             results[name] = [models.policy.batch_logprobs(batch)]
             for _ in range(2):
-                updated = update_policy(
-                    models.policy,
-                    models.optimizer,
-                    batch,
-                    algorithm=AlgorithmConfig(),
-                    mini_batch_size=rows // 4,
-                )
+                updated = update(models, batch)
             found[name] = ranks.traffic.take()
             results[name] += dict(models.policy.named_weights()).values()
     for one, other in zip(*results.values(), strict=True):

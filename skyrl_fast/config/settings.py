@@ -658,7 +658,7 @@ class Config:
 
     @property
     def spreads_engines(self) -> bool:
-        """Whether each of several nodes has engines beside its ranks; else rank 0's alone may."""
+        """Whether every one of several nodes has colocated engines; else rank 0's alone may."""
         has_nodes = self.trainer.placement.policy_num_nodes > 1
         # Several policies are those of one engine, in rank 0's process.
         has_one = self.generator.inference_engine.num_engines == 1 or bool(self.policies)

@@ -61,7 +61,7 @@ class _Reservation:
     nodes: int
     ranks: Any  # a placement group with a bundle per node
     engines: tuple[EngineBundle, ...] = ()  # a place may have no node yet
-    beside: EnginesOfNode | None = None  # engines in the bundles of the ranks
+    colocated: EnginesOfNode | None = None  # engines in the bundles of the ranks
 
     def release(self, ray: Any) -> None:
         for group in {place.group.id: place.group for place in self.engines}.values():
@@ -87,7 +87,7 @@ def run_on_cluster(
     Args:
         run_here: picklable; gets the settings, the signals to stop by, and who starts the ranks.
         with_engines: whether the run has engines, which each node gets room for where they are
-            beside ranks.
+            colocated with ranks.
         seconds: how long it waits for nodes.
 
     Raises:
@@ -102,11 +102,11 @@ def run_on_cluster(
 
         def attempt(config: Config) -> Any:
             nonlocal nodes
-            beside = _engines_of_node(ray, config) if with_engines else None
-            reserved = _reserve(ray, config, nodes, seconds, beside)
+            colocated = _engines_of_node(ray, config) if with_engines else None
+            reserved = _reserve(ray, config, nodes, seconds, colocated)
             nodes = reserved.nodes
             try:
-                config_of_attempt = _on_nodes(config, nodes, beside)
+                config_of_attempt = _on_nodes(config, nodes, colocated)
                 return _attempt(ray, reserved, config_of_attempt, run_here)
             finally:
                 reserved.release(ray)
@@ -188,17 +188,18 @@ def _reserve(
     config: Config,
     nodes: int,
     seconds: ClusterSeconds,
-    beside: EnginesOfNode | None,
+    colocated: EnginesOfNode | None,
 ) -> _Reservation:
     # Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
     # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
     for count in possible_counts(config, nodes):
-        reserved = _reserve_all(ray, config, count, seconds.place, beside)
+        reserved = _reserve_all(ray, config, count, seconds.place, colocated)
         if reserved is None and config.engine_place is EnginePlace.CLUSTER:
             reserved = _reserve_some(ray, config, count, seconds.settle)
         if reserved is not None:
             return reserved
-        wanted = f"{_describe_request(ray, config, count, beside)} free within {seconds.place:g} s"
+        request = _describe_request(ray, config, count, colocated)
+        wanted = f"{request} free within {seconds.place:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     # What the cluster has, next to what was asked for.
     alive = []
@@ -221,7 +222,7 @@ def possible_counts(config: Config, nodes: int) -> Iterator[int]:
 
 
 def _reserve_all(
-    ray: Any, config: Config, nodes: int, seconds: float, beside: EnginesOfNode | None
+    ray: Any, config: Config, nodes: int, seconds: float, colocated: EnginesOfNode | None
 ) -> _Reservation | None:
     """Reserve nodes and all engines; None if that is not possible in so many seconds."""
     deadline = time.monotonic() + seconds
@@ -230,9 +231,9 @@ def _reserve_all(
         bundles = [_engine_bundle(ray, config)] * config.num_engines
         group = ray.util.placement_group(bundles, strategy="PACK")
         engines = tuple(EngineBundle(group, bundle) for bundle in range(len(bundles)))
-    of_nodes = [_rank_bundle(ray, config, beside)] * nodes
+    of_nodes = [_rank_bundle(ray, config, colocated)] * nodes
     ranks = ray.util.placement_group(of_nodes, strategy="STRICT_SPREAD")
-    reserved = _Reservation(nodes, ranks, engines, beside)
+    reserved = _Reservation(nodes, ranks, engines, colocated)
     groups = [ranks, *(place.group for place in engines[:1])]
     if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
         return reserved
@@ -259,12 +260,14 @@ def _reserve_some(ray: Any, config: Config, nodes: int, seconds: float) -> _Rese
     return None
 
 
-def _rank_bundle(ray: Any, config: Config, beside: EnginesOfNode | None = None) -> dict[str, float]:
-    """Return what a node's ranks reserve, and the engines beside them."""
+def _rank_bundle(
+    ray: Any, config: Config, colocated: EnginesOfNode | None = None
+) -> dict[str, float]:
+    """Return what a node's ranks reserve, and the engines colocated with them."""
     per_node = config.trainer.placement.ranks_per_node
     bundle = _bundle(ray, per_node, cpus=None)
-    if beside is not None:
-        engines = beside.resources(per_node)
+    if colocated is not None:
+        engines = colocated.resources(per_node)
         bundle = {name: number + engines[name] for name, number in bundle.items()}
     return bundle
 
@@ -280,20 +283,20 @@ def _bundle(ray: Any, gpus: int, *, cpus: int | None) -> dict[str, float]:
     return bundle | ({"GPU": float(gpus)} if ray.cluster_resources().get("GPU", 0) else {})
 
 
-def _describe_request(ray: Any, config: Config, nodes: int, beside: EnginesOfNode | None) -> str:
-    bundle = _rank_bundle(ray, config, beside)
+def _describe_request(ray: Any, config: Config, nodes: int, colocated: EnginesOfNode | None) -> str:
+    bundle = _rank_bundle(ray, config, colocated)
     text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {bundle}"
     if config.engine_place is EnginePlace.CLUSTER:
         text += f" and an engine with {_engine_bundle(ray, config)}"
     return text
 
 
-def _on_nodes(config: Config, nodes: int, beside: EnginesOfNode | None) -> Config:
+def _on_nodes(config: Config, nodes: int, colocated: EnginesOfNode | None) -> Config:
     """Return the settings of so many nodes, each with its engines; also of one that remains."""
     placement = replace(config.trainer.placement, policy_num_nodes=nodes)
     engine = config.generator.inference_engine
-    if beside is not None:
-        engine = replace(engine, num_engines=nodes * len(beside.gpus))
+    if colocated is not None:
+        engine = replace(engine, num_engines=nodes * len(colocated.gpus))
         if engine.weight_sync_backend == "auto":
             engine.weight_sync_backend = "gloo"
     return replace(
@@ -379,7 +382,7 @@ class _RankZero:
 
     def run(self, config: Config, run_here: RunHere, reserved: _Reservation) -> Any:
         per_node = config.trainer.placement.ranks_per_node
-        starter = RayRanks(reserved.ranks, per_node, reserved.engines, reserved.beside)
+        starter = RayRanks(reserved.ranks, per_node, reserved.engines, reserved.colocated)
         return run_here(config, self._signals, starter)
 
     def stop(self, number: int) -> None:

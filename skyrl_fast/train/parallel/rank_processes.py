@@ -85,7 +85,7 @@ class RankStarter(Protocol):
     def engine_bundles(self) -> Sequence[EngineBundle]:
         """Where the run's engines are started; none: in this process, or elsewhere.
 
-        Those beside ranks are known once the ranks have started.
+        Those colocated with ranks are known once the ranks have started.
         """
 
     @property

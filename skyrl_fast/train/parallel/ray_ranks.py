@@ -13,7 +13,7 @@ from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 
 @dataclass(frozen=True, slots=True)
 class EnginesOfNode:
-    """The engines of each node, beside its ranks.
+    """The engines of each node, colocated with its ranks.
 
     Args:
         gpus: of each engine, by their numbers on a node, whose first ones have ranks.
@@ -66,7 +66,7 @@ class RayRanks:
         import ray
 
         gpus = [reserved_gpus(), *ray.get(self._gpus)]
-        return bundles_beside_ranks(self.group, self.engines, self.per_node, gpus)
+        return colocated_bundles(self.group, self.engines, self.per_node, gpus)
 
     def start(self, size: int, port: int, *, cuda: bool) -> Sequence[RayRank]:
         import ray
@@ -94,7 +94,7 @@ class RayRanks:
         return started
 
 
-def bundles_beside_ranks(
+def colocated_bundles(
     group: Any, engines: EnginesOfNode, per_node: int, gpus: Sequence[Sequence[str]]
 ) -> list[EngineBundle]:
     """Return where the engines of all nodes run: a node's engines after another's.

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _memory import allocated_peak
+from _memory import LiveBytes, allocated_peak
 
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.critic import load_value_model
@@ -83,9 +83,10 @@ class Loaded:
     def queue_weights(self, folder: Path) -> list[int]:
         """Return what each rank allocates when a checkpoint of the policy begins."""
         queue: Any = export._queue_weights
-        peak = allocated_peak(lambda: queue.__wrapped__(self.policy, folder))
+        with LiveBytes() as live:
+            queue.__wrapped__(self.policy, folder)
         self.ranks.files._queue.clear()
-        return self.ranks.gather([peak])
+        return self.ranks.gather([live.peak])
 
 
 def file_sizes(folder: Path) -> set[int]:

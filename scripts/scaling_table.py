@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from scripts.published_models import model_folder
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.train.memory.activations import load_model_config, model_size
@@ -19,11 +21,11 @@ from skyrl_fast.train.memory.device_plan import GIB
 from skyrl_fast.train.memory.plan import (
     GATHERED_LAYERS,
     GRADIENT_BYTES,
-    LAYER_BYTES,
     MOMENT_BYTES,
     ROOT_BYTES,
     SENT_BUCKETS,
     WEIGHT_BYTES,
+    gathered_layer_bytes,
 )
 from skyrl_fast.train.parallel.traffic import (
     CALLS,
@@ -79,6 +81,7 @@ class Model:
         layers: their number.
         weights: number of tensors.
         active: parameters that a token visits.
+        gathered_layer: bytes of the largest layer while it is gathered.
         largest_weight: parameters of the embedding.
         routes: bytes of a token's recorded routes; 0 without router replay.
         rounded: parameters of layers that are gathered in 16 bits: of linear modules, where the
@@ -91,6 +94,7 @@ class Model:
     layers: int
     weights: int
     active: int
+    gathered_layer: int = 0
     largest_weight: int = 0
     routes: int = 0
     rounded: int = 0
@@ -172,6 +176,8 @@ def model_of(name: str) -> Model:
         parameters=size.parameters,
         root=size.root_parameters,
         largest_layer=size.layer_parameters,
+        gathered_layer=gathered_layer_bytes(size, torch.bfloat16),
+        rounded=size.rounded_parameters,
         layers=layers,
         weights=0,
         active=size.parameters - layers * (experts - chosen) * each,
@@ -231,7 +237,7 @@ def _memory(model: Model, ranks: int) -> list[str]:
 def _gpu_bytes(model: Model, ranks: int) -> tuple[float, float, float]:
     """Return the bytes of shards, gathered layers and held gradients."""
     shards = (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES) * model.parameters / ranks
-    gathered = GATHERED_LAYERS * LAYER_BYTES * model.largest_layer + ROOT_BYTES * model.root
+    gathered = GATHERED_LAYERS * model.gathered_layer + ROOT_BYTES * model.root
     return shards, gathered, GRADIENT_BYTES * model.parameters
 
 

@@ -79,6 +79,8 @@ def test_sizes_are_those_of_the_model() -> None:
     size = model_size(config_of("qwen2"))  # tied: the head is the embedding
     layer = 128 * (128 + 2 * 64) + 128 + 2 * 64 + 128 * 128 + 3 * 128 * 352 + 2 * 128
     assert size.layer_parameters == layer
+    assert size.rounded_layer_parameters == layer - 2 * 128  # without norms
+    assert size.rounded_parameters == 4 * (layer - 2 * 128)
     assert size.root_parameters == 512 * 128 + 128
     assert size.parameters == 4 * layer + 512 * 128 + 128
     assert (size.vocab_size, size.hidden_size) == (512, 128)

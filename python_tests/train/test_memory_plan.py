@@ -183,7 +183,8 @@ def test_head_is_not_underestimated() -> None:
         result = linear_logprob(selected, weight, targets, return_entropy=True)
         result[0].sum().backward()
 
-    size = ModelSize(0, 0, 0, 0, vocab_size=vocab, hidden_size=hidden_size, kv_values=0)
+    sizes = {"vocab_size": vocab, "hidden_size": hidden_size, "kv_values": 0}
+    size = ModelSize(0, 0, 0, 0, 0, 0, **sizes)
     measured, planned = allocated_peak(run), head_bytes(size, tokens, torch.float32)
     assert measured <= planned <= 1.5 * measured
 

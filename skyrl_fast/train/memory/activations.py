@@ -25,7 +25,7 @@ from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.lm_head import backbone, freeze_other_parts, layers_of
 from skyrl_fast.train.model.loading import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.model.lora import add_adapters
-from skyrl_fast.train.parallel.sharding import trained_parameters
+from skyrl_fast.train.parallel.sharding import rounded_parameters, trained_parameters
 
 FLOAT32_BYTES = 4
 # Layers that store nothing per token: their state has a fixed size, or they have no attention.
@@ -44,6 +44,10 @@ class ModelSize:
         parameters: parameters of the model, tied ones once, with those of its adapter.
         trained_parameters: parameters that optimizer steps change: of LoRA the adapters'.
         root_parameters: parameters outside the layers: embeddings, head, last norm.
+        layer_parameters: parameters of the largest layer.
+        rounded_parameters: of all layers, those that ranks gather in 16 bits where they compute in
+            bfloat16.
+        rounded_layer_parameters: of them, those of the largest layer.
         kv_values: elements that the engine's KV cache stores per token, in all layers.
     """
 
@@ -51,6 +55,8 @@ class ModelSize:
     trained_parameters: int
     root_parameters: int
     layer_parameters: int
+    rounded_parameters: int
+    rounded_layer_parameters: int
     vocab_size: int
     hidden_size: int
     kv_values: int
@@ -162,8 +168,11 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
         model = _make_without_memory(find_auto_class(config), config, torch.float32, lora)
         layers = layers_of(backbone(model))
         of_layers = []
+        rounded = []
         for layer in layers:
             of_layers.append(sum(p.numel() for p in layer.parameters()))
+            rounded.append(rounded_parameters(layer, torch.bfloat16))
+        largest = of_layers.index(max(of_layers))
         sizes = [parameter.numel() for parameter in model.parameters()]
         vocab, hidden = model.get_output_embeddings().weight.shape
         kv_values = _kv_values(config.get_text_config())
@@ -171,7 +180,9 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
         parameters=sum(sizes),
         trained_parameters=sum(p.numel() for _, p in trained_parameters(model)),
         root_parameters=sum(sizes) - sum(of_layers),
-        layer_parameters=max(of_layers),
+        layer_parameters=of_layers[largest],
+        rounded_parameters=sum(rounded),
+        rounded_layer_parameters=rounded[largest],
         vocab_size=vocab,
         hidden_size=hidden,
         kv_values=kv_values,

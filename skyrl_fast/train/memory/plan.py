@@ -60,7 +60,10 @@ BLOCK_VALUES = 256  # block of torchao's 8-bit moments, which share a float32 sc
 # FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
 # one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
 # their gradients are reduced at its end, when the activations are freed.
-LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
+# Bytes per gathered parameter: weights, gradients, and of a layer the buffer. One that is gathered
+# in 16 bits has its gradient in them, too, and a float32 buffer, in which gradients are reduced.
+LAYER_BYTES, ROOT_BYTES = 12, 8
+ROUNDED_LAYER_BYTES = 8
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
 # Memory of a process without a GPU, as measured for a trainer and an engine of a tiny model.
@@ -722,14 +725,13 @@ def _update_items(
     whose = "" if is_policy else "critic's "
     items = [_share_bytes(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
     if trainer.placement.num_ranks > 1:
-        # A frozen weight has no gradient: it and a layer's buffer, in its own dtype.
-        of_layer = LAYER_BYTES
+        of_layer = gathered_layer_bytes(size, dtype)
         of_root = ROOT_BYTES
         if lora is not None:
-            of_layer = 2 * dtype.itemsize
-            of_root = of_layer
-        layers = of_layer * GATHERED_LAYERS * size.layer_parameters
-        gathered = layers + of_root * size.root_parameters
+            # A frozen weight has no gradient: it and a layer's buffer, in its own dtype.
+            of_root = 2 * dtype.itemsize
+            of_layer = of_root * size.layer_parameters
+        gathered = GATHERED_LAYERS * of_layer + of_root * size.root_parameters
         items.append(Item(f"{whose}gathered weights and gradients", gathered))
     kind = "with" if checkpointing else "without"
     items.append(
@@ -755,6 +757,19 @@ def _update_items(
         name = f"{whose}AdamW's moments in a step, beyond what passes take"
         items.append(replace(moments, name=name, num_bytes=beyond))
     return items
+
+
+def gathered_layer_bytes(size: ModelSize, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest layer while it is gathered, with its gradients and buffer.
+
+    Args:
+        dtype: that the forward pass computes in.
+    """
+    rounded = 0
+    if dtype != torch.float32:
+        rounded = size.rounded_layer_parameters
+    exact = size.layer_parameters - rounded
+    return LAYER_BYTES * exact + ROUNDED_LAYER_BYTES * rounded
 
 
 def head_bytes(

@@ -119,6 +119,17 @@ def _exact_modules(layer: Any, dtype: torch.dtype) -> list[Any] | None:
     return None
 
 
+def rounded_parameters(layer: Any, dtype: torch.dtype) -> int:
+    """Return how many parameters of a layer `shard` gathers in this dtype of autocast."""
+    exact = _exact_modules(layer, dtype)
+    if exact is None:
+        return 0
+    others = 0
+    for module in exact:
+        others += sum(weight.numel() for weight in module.parameters(recurse=False))
+    return sum(weight.numel() for weight in layer.parameters()) - others
+
+
 def with_full_params(model: Any, work: Callable[[], T]) -> T:
     """Return the result of `work`, which may use the model's full weights, as its forward may."""
     method: Callable[[Callable[[], T]], T] | None = getattr(model, METHOD, None)

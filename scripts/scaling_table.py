@@ -18,7 +18,7 @@ from scripts.published_models import model_folder
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.train.memory.activations import load_model_config, model_size
 from skyrl_fast.train.memory.device_plan import GIB
-from skyrl_fast.train.memory.plan import (
+from skyrl_fast.train.memory.parts import (
     GATHERED_LAYERS,
     GRADIENT_BYTES,
     MOMENT_BYTES,

@@ -28,13 +28,12 @@ from skyrl_fast.rollout.engine.from_settings import make_vllm_setup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transports import ipc
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
-from skyrl_fast.train.memory import plan as memory_plan
+from skyrl_fast.train.memory import measurements
 from skyrl_fast.train.memory.activations import ModelSize, load_model_config, model_size
 from skyrl_fast.train.memory.device_plan import GIB, Item, MemoryPlan
+from skyrl_fast.train.memory.parts import engine_bytes, head_bytes
 from skyrl_fast.train.memory.plan import (
-    engine_bytes,
     gpu_memory,
-    head_bytes,
     memory_in_use,
     plan_memory,
     plan_with_remedies,
@@ -102,7 +101,7 @@ def measured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("activation_memory", "model_size"):
-            patch.setattr(memory_plan, name, remembering(getattr(memory_plan, name)))
+            patch.setattr(measurements, name, remembering(getattr(measurements, name)))
         yield
 
 

@@ -109,7 +109,7 @@ def test_steps_are_torchaos_and_near_those_of_float32() -> None:
 @pytest.mark.spec("update.8-bit", "memory.plan")
 def test_moments_take_the_bytes_of_the_plan() -> None:
     pytest.importorskip("torchao.optim")
-    from skyrl_fast.train.memory.plan import moment_bytes
+    from skyrl_fast.train.memory.parts import moment_bytes
 
     optimizer, named = make()
     steps(optimizer, named, 0)

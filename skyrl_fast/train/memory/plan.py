@@ -1,52 +1,52 @@
 """A run's memory per GPU, before anything is loaded: a sum, what exceeds it, and what to set.
 
-Weights, gradients and moments follow from the model's config; activations are measured on fake
-tensors (`activation_memory`). What FSDP2, the CUDA context and the engine need is estimated.
+`parts.py` says what each part takes, `remedies.py` what to change where the sum is too large.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from skyrl_fast.config import Config, ConfigError, policy_loss_spec
+from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.config.features import check_features
-from skyrl_fast.config.modes import EnginePlace, EngineWeights
-from skyrl_fast.config.settings import LoraConfig, OptimizerConfig, max_response_length
-from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
-from skyrl_fast.rollout.engine.vllm_start import CPU_CACHE_GIB, CPU_CACHE_VARIABLE
-from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
-from skyrl_fast.rollout.engine.weights.receipt import dtype_name
-from skyrl_fast.train.memory.activations import (
-    FLOAT32_BYTES,
-    ActivationMemory,
-    FakeBackbones,
-    ModelSize,
-    PassMemory,
-    activation_memory,
-    load_model_config,
-    model_size,
-)
-from skyrl_fast.train.memory.device_plan import GIB, DevicePlan, Item, MemoryPlan
+from skyrl_fast.config.modes import EnginePlace
+from skyrl_fast.config.settings import OptimizerConfig
+from skyrl_fast.train.memory.device_plan import DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.memory.gpus import HERE, Gpus
+from skyrl_fast.train.memory.measurements import Measurements
+from skyrl_fast.train.memory.parts import (
+    ASLEEP_BYTES,
+    CONTEXT_BYTES,
+    RECEIVED_BUCKETS,
+    SENT_BUCKETS,
+    all_weights,
+    broadcast_bytes,
+    cpu_engine_items,
+    dtype_of,
+    engine_item,
+    engine_weight_bytes,
+    host_bytes,
+    largest_update,
+    offloaded_bytes,
+    planned_device,
+    probe_item,
+    resident_items,
+    resident_moments,
+    row_length,
+    spare_bytes,
+    total_bytes,
+)
 from skyrl_fast.train.memory.remedies import (
-    ENGINE,
-    PLACEMENT,
-    SERVER,
-    SHORTER,
-    Axis,
+    MAX_GPUS,
+    axes_of,
     find_remedies,
-    one_setting,
     with_settings,
 )
-from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import (
     EnginePlacement,
@@ -54,34 +54,6 @@ from skyrl_fast.train.placement import (
     engine_placement,
     rank_choices,
 )
-
-WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
-BLOCK_VALUES = 256  # block of torchao's 8-bit moments, which share a float32 scale
-# FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
-# one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
-# their gradients are reduced at its end, when the activations are freed.
-# Bytes per gathered parameter: weights, gradients, and of a layer the buffer. One that is gathered
-# in 16 bits has its gradient in them, too, and a float32 buffer, in which gradients are reduced.
-LAYER_BYTES, ROOT_BYTES = 12, 8
-ROUNDED_LAYER_BYTES = 8
-GATHERED_LAYERS = 2
-CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
-# Memory of a process without a GPU, as measured for a trainer and an engine of a tiny model.
-CPU_TRAINER_BYTES = 800 << 20
-CPU_ENGINE_BYTES = 900 << 20
-# Buckets of a broadcast that exist at a time: one on its way, and one being packed; one being
-# received, one being loaded, and one of whose layer not all was loaded.
-SENT_BUCKETS = 2
-RECEIVED_BUCKETS = 3
-ASLEEP_BYTES = 2 * GIB  # memory of a sleeping engine: its context, CUDA graphs, libraries
-# Share of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's
-# heap, which were measured as 0.03 to 0.6.
-FRAGMENTATION = 0.1
-CPU_FRAGMENTATION = 0.3
-ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
-ENGINE_SLACK = 2 * GIB  # within its share: CUDA graphs, activations of a step
-LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
-MAX_GPUS = 8  # to propose
 
 
 def gpu_memory(config: Config, *, with_engine: bool = True, gpus: Gpus = HERE) -> int | None:
@@ -170,7 +142,7 @@ def settle_ranks(
     placement = config.trainer.placement
     if placement.policy_num_gpus_per_node is not None:
         return
-    if _device(config).type == "cpu":
+    if planned_device(config).type == "cpu":
         placement.policy_num_gpus_per_node = placement.ranks_per_node
         return
     planner = _Planner(capacity, in_use, num_gpus, with_engine)
@@ -209,9 +181,9 @@ def plan_with_remedies(
         max_gpus = max(num_gpus, given)
     remedies = find_remedies(
         config,
-        list(_axes(config, with_engine, max_gpus)),
+        list(axes_of(config, with_engine, max_gpus)),
         partial(planner.plan_changed, config),
-        is_on_gpus=_device(config).type == "cuda",
+        is_on_gpus=planned_device(config).type == "cuda",
     )
     return replace(planner.plan_as_set(config), remedies=remedies)
 
@@ -240,7 +212,7 @@ class _Planner:
         moments, or both are offloaded: the first that fits.
         """
         best = self.plan_as_set(config, with_activations=with_activations)
-        if _device(config).type == "cpu":
+        if planned_device(config).type == "cpu":
             return best
         moments = bool(_open_offloads(config))
         weights = self._with_engine and _may_offload_weights(config)
@@ -267,7 +239,7 @@ class _Planner:
         else:
             measure = self._measure.without_activations()
         local = self._with_engine and config.engine_place.is_here
-        if _device(config).type == "cpu":
+        if planned_device(config).type == "cpu":
             return _plan_main_memory(_with_dtypes_of_cpu(config), measure, self._capacity, local)
         gpus = max(self._num_gpus, config.trainer.placement.ranks_per_node)
         policy = config.trainer.policy
@@ -294,7 +266,7 @@ class _Planner:
             return None
         # A micro-batch that is smaller than a row has the row all the same.
         budget = settings.get("trainer.max_tokens_per_microbatch")
-        if budget is not None and budget * shared < _row_length(changed):
+        if budget is not None and budget * shared < row_length(changed):
             return None
         try:
             return self.plan(changed, with_activations=with_activations)
@@ -330,51 +302,6 @@ def _may_offload_weights(config: Config) -> bool:
     return config.engine_place.is_here and can_sleep and not config.trains_adapter
 
 
-@dataclass(slots=True)
-class Measurements:
-    """Sizes and activations by model, each measured once; plans of one process may share them.
-
-    Models are told apart by their path, and their config.json is read once.
-    """
-
-    _configs: dict[str, Any] = field(default_factory=dict)
-    _sizes: dict[tuple[str, str], ModelSize] = field(default_factory=dict)
-    _activations: dict[tuple[Any, ...], ActivationMemory] = field(default_factory=dict)
-    _backbones: FakeBackbones = field(default_factory=FakeBackbones)
-
-    def config(self, path: str) -> Any:
-        if path not in self._configs:
-            self._configs[path] = load_model_config(path)
-        return self._configs[path]
-
-    def size(self, path: str, lora: LoraConfig | None = None) -> ModelSize:
-        key = path, repr(lora)
-        if key not in self._sizes:
-            self._sizes[key] = model_size(self.config(path), lora)
-        return self._sizes[key]
-
-    def policy_size(self, config: Config) -> ModelSize:
-        path = str(config.trainer.policy.model.path)
-        return self.size(path, _lora(config))
-
-    def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
-        key = (path, length, *map(repr, options.values()))
-        if key not in self._activations:
-            self._activations[key] = activation_memory(
-                self.config(path), length, backbones=self._backbones, **options
-            )
-        return self._activations[key]
-
-    def without_activations(self) -> Measurements:
-        """Return the same sizes, with activations of 0 bytes."""
-        return _SizesOnly(self._configs, self._sizes)
-
-
-class _SizesOnly(Measurements):
-    def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
-        return ActivationMemory(PassMemory(0, 0), PassMemory(0, 0))
-
-
 def _plan(
     config: Config,
     measure: Measurements,
@@ -389,8 +316,8 @@ def _plan(
     else:
         before = []
     size = measure.policy_size(config)
-    resident = _resident_items(config, measure)
-    trainer = [*resident, *_largest_update(config, measure)]
+    resident = resident_items(config, measure)
+    trainer = [*resident, *largest_update(config, measure)]
     placement = config.trainer.placement
     if config.spreads_engines:  # the nodes are alike
         ranks = range(placement.ranks_per_node)
@@ -403,8 +330,8 @@ def _plan(
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, [*before, *trainer], capacity),)
         drawing = draw_nodes(config, None)
-        host = _offloaded_bytes(config, size)
-        return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
+        host = offloaded_bytes(config, size)
+        return MemoryPlan(alone, None, host, *spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
         received = RECEIVED_BUCKETS * bucket
@@ -420,16 +347,16 @@ def _plan(
         together = [context]
     offloads = engine.sleeps and config.offloads_base(EnginePlace.HERE_ASLEEP)
     if engine.sleeps:
-        together = [*resident, _probe_item(config, size), *readers, context]
+        together = [*resident, probe_item(config, size), *readers, context]
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     leaves = engine.sleeps and config.offloads_weights(EnginePlace.HERE_ASLEEP)
     if leaves:
-        stay = _resident_moments(config, measure)
+        stay = resident_moments(config, measure)
         together = [*stay, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
-    used = _total([*before, *together])
-    part, share = _engine_item(config, size, len(engine.engines[0]), capacity, used)
+    used = total_bytes([*before, *together])
+    part, share = engine_item(config, size, len(engine.engines[0]), capacity, used)
     shared = engine.shared
     phase = ", generation" if engine.sleeps else ""
     of_trainer = [gpu for gpu in ranks if gpu not in shared]
@@ -446,24 +373,24 @@ def _plan(
         if leaves and config.trainer.placement.num_ranks > 1:
             # Gathered on the GPUs; the engine allocates its weights meanwhile.
             gpus_of_engine = len(engine.engines[0])
-            engine_bytes = math.ceil(_engine_weight_bytes(config, size) / gpus_of_engine)
+            engine_bytes = math.ceil(engine_weight_bytes(config, size) / gpus_of_engine)
             loaded = Item("engine: weights", engine_bytes)
-            probe = _probe_item(config, size)
+            probe = probe_item(config, size)
             both = [*before, *resident, probe, *readers, context, loaded]
             devices += _devices(shared, both, capacity, ", hand-over")
     updates = []
     for device in devices:
         if trainer[-1] in device.items:
             updates.append(device)
-    host = _host_bytes(config, size, engine)
+    host = host_bytes(config, size, engine)
     if offloads:
-        dtype = _dtype(config.trainer.policy.dtype)
+        dtype = dtype_of(config.trainer.policy.dtype)
         host += dtype.itemsize * size.frozen_parameters
     if leaves:
-        of_rank = _total(_all_weights(config, measure))
+        of_rank = total_bytes(all_weights(config, measure))
         of_all_ranks = of_rank * placement.num_ranks
         host += math.ceil(of_all_ranks / placement.policy_num_nodes)
-    held, logits = _spare_bytes(config, measure, updates)
+    held, logits = spare_bytes(config, measure, updates)
     drawing = draw_nodes(config, engine)
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
@@ -490,37 +417,14 @@ def _plan_main_memory(
         whose = "trainer"
     else:
         whose = f"{ranks} ranks"
-    parts = [*_resident_items(config, measure), *_largest_update(config, measure)]
+    parts = [*resident_items(config, measure), *largest_update(config, measure)]
     items = []
     for part in parts:
         name = f"{whose}: {part.name}"
         items.append(replace(part, name=name, num_bytes=ranks * part.num_bytes))
     if with_engine:
-        items += _cpu_engine_items(config, size)
+        items += cpu_engine_items(config, size)
     return MemoryPlan((DevicePlan("main memory", tuple(items), capacity),), None, 0)
-
-
-def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
-    item = _dtype(config.engine_dtype).itemsize
-    if config.trains_adapter:
-        base = size.frozen_parameters
-    else:
-        base = size.parameters
-    number = config.num_engines
-    whose = "engine" if number == 1 else f"{number} engines"
-    yield Item(f"{whose}: libraries", number * CPU_ENGINE_BYTES)
-    weights = number * 2 * item * base
-    yield Item(f"{whose}: weights, and their copy in the kernels' layout", weights)
-    gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
-    cache = number * round(float(gibs) * GIB)
-    yield Item(f"{whose}: KV cache ({CPU_CACHE_VARIABLE})", cache)
-    logits = FLOAT32_BYTES * config.generator.inference_engine.max_num_seqs * size.vocab_size
-    by_seqs = ("generator.inference_engine.max_num_seqs",)
-    yield Item(f"{whose}: logits", number * LOGIT_COPIES * logits, by_seqs)
-    one_rank = config.trainer.placement.num_ranks == 1
-    in_memory = one_rank and number == 1 and not config.trains_adapter
-    if not in_memory and config.engine_weights is not EngineWeights.ADAPTER:
-        yield Item("weights for the engine, and their file", 2 * item * base)
 
 
 def _with_dtypes_of_cpu(config: Config) -> Config:
@@ -536,33 +440,6 @@ def _with_dtypes_of_cpu(config: Config) -> Config:
     return with_settings(config, defaults)
 
 
-def _device(config: Config) -> torch.device:
-    """Return the kind of device that is planned for: GPUs, unless the settings name the CPU."""
-    return torch.device("cpu" if config.trainer.device == "cpu" else "cuda")
-
-
-def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int:
-    """Return the main memory of a file's weights, and of those of a sleeping engine."""
-    item = _dtype(config.engine_dtype).itemsize
-    sends_adapter = config.engine_weights is EngineWeights.ADAPTER
-    sent = size.trained_parameters if sends_adapter else size.parameters
-    parameters = 0
-    if engine.weight_sync == "file":  # a copy in this process, and the file in shared memory
-        parameters += 2 * sent
-    if engine.sleeps:
-        parameters += len(engine.engines) * size.parameters
-    return item * parameters + _offloaded_bytes(config, size)
-
-
-def _offloaded_bytes(config: Config, size: ModelSize) -> int:
-    """Return the main memory of the policy's moments that leave the GPUs of a machine."""
-    optimizer = config.trainer.policy.optimizer_config
-    if not optimizer.offload_after_step:
-        return 0
-    share = size.trained_parameters / config.trainer.placement.policy_num_nodes
-    return math.ceil(share * moment_bytes(optimizer))
-
-
 def _devices(
     gpus: Sequence[int], items: Sequence[Item], capacity: int, phase: str = ""
 ) -> Iterator[DevicePlan]:
@@ -576,409 +453,3 @@ def _devices(
         else:
             name = f"each of GPU {', '.join(map(str, gpus))}"
         yield DevicePlan(name + phase, tuple(items), capacity)
-
-
-def _total(items: Iterable[Item]) -> int:
-    return sum(item.num_bytes for item in items)
-
-
-def _share_bytes(config: Config, name: str, parameters: int, each: float) -> Item:
-    """Return a part of `each` bytes a parameter, of which every rank has its share."""
-    by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
-    num_ranks = config.trainer.placement.num_ranks
-    return Item(name, math.ceil(parameters * each / num_ranks), by_gpus)
-
-
-def _resident_items(config: Config, measure: Measurements) -> list[Item]:
-    """Return what a rank holds throughout: the policy's weights and moments come first."""
-    weights = _all_weights(config, measure)
-    moments = _resident_moments(config, measure)
-    number = len(_weight_items(config, measure.policy_size(config)))
-    return [*weights[:number], *moments, *weights[number:]]
-
-
-def _all_weights(config: Config, measure: Measurements) -> list[Item]:
-    """Return a rank's weights of the policy, then those of the other models."""
-    trainer = config.trainer
-    algorithm = config.trainer.algorithm
-    policy = str(trainer.policy.model.path)
-    size = measure.policy_size(config)
-    items = _weight_items(config, size)
-    if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and not config.shares_reference:
-        reference = measure.size(trainer.ref.model.path or policy).parameters
-        items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
-    if trainer.critic.model.path is not None:
-        weights = measure.size(trainer.critic.model.path).parameters
-        name = "weights"
-        if config.shares_critic:
-            weights = size.trained_parameters + size.hidden_size
-            name = "adapter, head"
-        items.append(_share_bytes(config, f"critic's {name}", weights, WEIGHT_BYTES))
-    return items
-
-
-def _resident_moments(config: Config, measure: Measurements) -> list[Item]:
-    """Return a rank's moments that stay on its GPU between steps."""
-    trainer = config.trainer
-    size = measure.policy_size(config)
-    items = []
-    if not trainer.policy.optimizer_config.offload_after_step:
-        items.append(_moments_item(config, "", size.trained_parameters))
-    path = trainer.critic.model.path
-    if path is not None and not trainer.critic.optimizer_config.offload_after_step:
-        parameters = measure.size(path).parameters
-        if config.shares_critic:
-            parameters = size.trained_parameters + size.hidden_size
-        items.append(_moments_item(config, "critic's ", parameters))
-    return items
-
-
-def _moments_item(config: Config, whose: str, parameters: int) -> Item:
-    trainer = config.trainer
-    model = trainer.critic if whose else trainer.policy
-    each = moment_bytes(model.optimizer_config)
-    return _share_bytes(config, f"{whose}AdamW's moments", parameters, each)
-
-
-def moment_bytes(config: OptimizerConfig) -> float:
-    """Return the bytes of AdamW's moments, per parameter."""
-    if config.optimizer == "adamw":
-        return MOMENT_BYTES
-    return 2 * (1 + FLOAT32_BYTES / BLOCK_VALUES)
-
-
-def _weight_items(config: Config, size: ModelSize) -> list[Item]:
-    """Return the policy's weights on one GPU; those below an adapter are frozen."""
-    if not config.trains_adapter:
-        return [_share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES)]
-    dtype = _dtype(config.trainer.policy.dtype)
-    frozen = size.frozen_parameters
-    if config.policies:
-        kind = f"{len(config.policies)} adapters"
-    else:
-        kind = "adapter"
-    return [
-        _share_bytes(config, f"frozen weights, {dtype_name(dtype)}", frozen, dtype.itemsize),
-        _share_bytes(config, f"{kind}, float32", size.trained_parameters, WEIGHT_BYTES),
-    ]
-
-
-def _lora(config: Config) -> LoraConfig | None:
-    if config.trains_adapter:
-        return config.trainer.policy.model.lora
-    return None
-
-
-def _largest_update(config: Config, measure: Measurements) -> list[Item]:
-    """Return the trainer's further parts on one GPU, at the peak of an update."""
-    # Policy and critic are updated one after the other; a critic on the policy's base has the same
-    # layers and no LM head.
-    trainer = config.trainer
-    paths = [str(trainer.policy.model.path)]
-    if trainer.critic.model.path is not None and not config.shares_critic:
-        paths.append(trainer.critic.model.path)
-    updates = []
-    for path in paths:
-        is_policy = path == paths[0]
-        updates.append(_update_items(config, measure, path, is_policy))
-    largest = max(updates, key=_total)
-    context = CONTEXT_BYTES
-    share = FRAGMENTATION
-    kind = "CUDA context"
-    if _device(config).type == "cpu":
-        context = CPU_TRAINER_BYTES
-        share = CPU_FRAGMENTATION
-        kind = "libraries"
-    passes = _total(largest[1:])
-    slack = context + math.ceil(share * passes)
-    return [*largest, Item(f"{kind}, and blocks that the allocator cannot reuse", slack)]
-
-
-def _update_items(
-    config: Config,
-    measure: Measurements,
-    path: str,
-    is_policy: bool,
-) -> list[Item]:
-    """Return the parts of the update of policy or critic: gradients first, then activations."""
-    trainer = config.trainer
-    lora = _lora(config) if is_policy else None
-    size = measure.size(path, lora)
-    dtype = _dtype(trainer.policy.dtype)
-    device = _device(config)
-    checkpointing = recomputes_activations(trainer, device)
-    length = _row_length(config)
-    tokens, by_tokens = _pass_tokens(config, length)
-    if trainer.residual_dtype == "auto":
-        residual = dtype
-    else:
-        residual = torch.float32
-    memory = measure.activations(
-        path,
-        length,
-        dtype=dtype,
-        gradient_checkpointing=checkpointing,
-        residual_dtype=residual,
-        lora=lora,
-        on_gpu=device.type == "cuda",
-    )
-    whose = "" if is_policy else "critic's "
-    items = [_share_bytes(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
-    if trainer.placement.num_ranks > 1:
-        of_layer = gathered_layer_bytes(size, dtype)
-        of_root = ROOT_BYTES
-        if lora is not None:
-            # A frozen weight has no gradient: it and a layer's buffer, in its own dtype.
-            of_root = 2 * dtype.itemsize
-            of_layer = of_root * size.layer_parameters
-        gathered = GATHERED_LAYERS * of_layer + of_root * size.root_parameters
-        items.append(Item(f"{whose}gathered weights and gradients", gathered))
-    kind = "with" if checkpointing else "without"
-    items.append(
-        Item(
-            f"{whose}activations of {tokens:,} tokens, {kind} checkpointing",
-            memory.saved.of(tokens / length),
-            (by_tokens, *(() if checkpointing else ("trainer.gradient_checkpointing",))),
-        )
-    )
-    head = 0
-    layer = memory.workspace.of(tokens / length)
-    if is_policy:
-        options = {"trained": lora is None, "on_gpu": device.type == "cuda"}
-        head = head_bytes(size, tokens, _head_dtype(config), **options)
-    # One after the other. The embeddings' gradient comes last, when the activations are freed.
-    name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
-    items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
-    model = trainer.policy if is_policy else trainer.critic
-    if model.optimizer_config.offload_after_step:
-        # They are on the GPU for the step, when what the passes took is free.
-        moments = _moments_item(config, whose, size.trained_parameters)
-        beyond = max(0, moments.num_bytes - _total(items[1:]))
-        name = f"{whose}AdamW's moments in a step, beyond what passes take"
-        items.append(replace(moments, name=name, num_bytes=beyond))
-    return items
-
-
-def gathered_layer_bytes(size: ModelSize, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest layer while it is gathered, with its gradients and buffer.
-
-    Args:
-        dtype: that the forward pass computes in.
-    """
-    rounded = 0
-    if dtype != torch.float32:
-        rounded = size.rounded_layer_parameters
-    exact = size.layer_parameters - rounded
-    return LAYER_BYTES * exact + ROUNDED_LAYER_BYTES * rounded
-
-
-def head_bytes(
-    size: ModelSize, tokens: int, dtype: torch.dtype, *, trained: bool = True, on_gpu: bool = True
-) -> int:
-    """Return the bytes of `linear_logprob`'s backward pass, all tokens trained."""
-    vocab = size.vocab_size
-    hidden = size.hidden_size
-    item = dtype.itemsize
-    rows = default_chunk_rows(
-        torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=on_gpu
-    )
-    by_rows = min(rows, tokens) * vocab
-    by_columns = min(COLUMN_MULTIPLE, vocab) * tokens
-    logits = max(by_rows, by_columns) * item
-    copied = 0 if dtype == torch.float32 else vocab * hidden * item  # copy of the weight
-    gradient = vocab * hidden * (item + FLOAT32_BYTES)  # gradient of the weight, then in its dtype
-    # Selected and converted hidden states, their float32 gradient and its conversion.
-    states = tokens * hidden * 2 * (FLOAT32_BYTES + item)
-    # A frozen weight is in the dtype of the product, and has no gradient.
-    return logits + states + trained * (copied + gradient)
-
-
-def _spare_bytes(
-    config: Config, measure: Measurements, updates: Iterable[DevicePlan]
-) -> tuple[int, int]:
-    """Return what is put into the memory that updates leave: held gradients, then saved logits."""
-    # The gradients are those of policy or critic, all or none; the logits at most those of all
-    # tokens of a pass.
-    trainer = config.trainer
-    policy = str(trainer.policy.model.path)
-    left = min(device.capacity - device.total for device in updates)
-    held = 0
-    if trainer.placement.num_ranks > 1:
-        models = [measure.policy_size(config)]
-        if trainer.critic.model.path is not None and not config.shares_critic:
-            models.append(measure.size(trainer.critic.model.path))
-        held = GRADIENT_BYTES * max(model.trained_parameters for model in models)
-    held = held if held <= left else 0
-    tokens, _ = _pass_tokens(config, _row_length(config))
-    vocab = measure.size(policy).vocab_size
-    most = tokens * vocab * _head_dtype(config).itemsize
-    spare = math.floor((left - held) / (1 + FRAGMENTATION))
-    return held, max(0, min(most, spare))
-
-
-def _probe_item(config: Config, size: ModelSize) -> Item:
-    head = size.vocab_size * size.hidden_size * _head_dtype(config).itemsize
-    return Item("CUDA context, the LM head's copy for the probe", CONTEXT_BYTES + head)
-
-
-def _engine_item(
-    config: Config, size: ModelSize, num_gpus: int, capacity: int, used: int
-) -> tuple[Item, float]:
-    engine = config.generator.inference_engine
-    key = "generator.inference_engine.gpu_memory_utilization"
-    least = math.ceil(engine_bytes(config, size) / num_gpus)
-    chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
-    if chosen is None:
-        left = max(0, capacity - used)
-        percent = math.floor(100 * left / capacity)
-        share = min(ENGINE_LIMIT, percent / 100)
-        if share * capacity >= least:
-            return Item("engine: weights and KV cache", math.floor(share * capacity)), share
-        return Item("engine, at least", least), share
-    given = math.ceil(chosen * capacity)
-    if given >= least:
-        item = Item(f"engine: {chosen:.2f} of the GPU", given, (key,))
-    else:
-        item = Item(f"engine, at least (more than {key}={chosen:g})", least, (key,))
-    return item, chosen
-
-
-def engine_bytes(config: Config, size: ModelSize) -> int:
-    """Estimate the least bytes of the engine: weights, the longest sequence's keys and values."""
-    engine = config.generator.inference_engine
-    item = _dtype(config.engine_dtype).itemsize
-    logits = FLOAT32_BYTES * engine.max_num_seqs * size.vocab_size * LOGIT_COPIES
-    keys_and_values = item * size.kv_values * _engine_length(config)
-    return _engine_weight_bytes(config, size) + keys_and_values + logits + ENGINE_SLACK
-
-
-def _engine_weight_bytes(config: Config, size: ModelSize) -> int:
-    return _dtype(config.engine_dtype).itemsize * size.parameters
-
-
-def broadcast_bytes(config: Config, size: ModelSize) -> int:
-    """Return the bytes of the largest bucket of a broadcast."""
-    item = _dtype(config.engine_dtype).itemsize
-    # A larger tensor is a bucket by itself; the embedding is the largest of these policies.
-    return max(BUCKET_BYTES, item * size.vocab_size * size.hidden_size)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name == "auto":
-        dtype = torch.bfloat16
-    else:
-        dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _head_dtype(config: Config) -> torch.dtype:
-    chosen = config.trainer.policy
-    return _dtype(chosen.dtype if chosen.lm_head_dtype == "auto" else chosen.lm_head_dtype)
-
-
-def _row_length(config: Config) -> int:
-    """Return the tokens of the longest row: prompt and response."""
-    return config.generator.max_input_length + config.generator.sampling_params.max_generate_length
-
-
-def _engine_length(config: Config) -> int:
-    """Return the engine's `max_model_len`: that of `make_vllm_setup`, or of engine_init_kwargs."""
-    chosen = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
-    if isinstance(chosen, int):
-        return chosen
-    return config.generator.max_input_length + max_response_length(config)
-
-
-def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
-    """Return the most tokens of a pass on a rank, and the setting that they follow from."""
-    trainer = config.trainer
-    generator = config.generator
-    scope = policy_loss_spec(trainer.algorithm).scope
-    # Rows of a context that only grows share a sequence.
-    grows = generator.context != "retemplate" and not config.agent.is_set
-    rows = 1 if grows else generator.turn_limit
-    ranks = trainer.policy.sequence_parallel_size  # that share a pass
-    prompts = trainer.policy_mini_batch_size
-    samples = generator.n_samples_per_prompt
-    mini_batch = prompts * samples * rows * length
-    if scope == "mini_batch":
-        return math.ceil(mini_batch / ranks), "trainer.policy_mini_batch_size"
-    together = scope == "sequence" and trainer.algorithm.sequence_scope == "trajectory"
-    longest = math.ceil((rows * length if together else length) / ranks)
-    if longest > trainer.max_tokens_per_microbatch:
-        return longest, "generator.max_input_length"
-    # A pass has rows of one mini-batch; a tree of answers has their prompt once.
-    if trainer.row_layout == "tree" and grows and generator.turn_limit == 1:
-        mini_batch -= prompts * (samples - 1) * config.generator.max_input_length
-    if mini_batch < trainer.max_tokens_per_microbatch:
-        return mini_batch, "trainer.policy_mini_batch_size"
-    return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
-
-
-def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
-    """Yield what may be changed for a run to fit, in the order in which it is preferred."""
-    trainer = config.trainer
-    engine = config.generator.inference_engine
-    device = _device(config)
-    on_gpus = device.type == "cuda"
-    if not recomputes_activations(trainer, device):
-        values = one_setting("trainer.gradient_checkpointing", [True])
-        yield Axis("gradient checkpointing", [*values])
-    can_sleep = on_gpus and with_engine and not config.max_staleness
-    if can_sleep and engine.enable_sleep_mode is False:
-        values = one_setting(f"{ENGINE}.enable_sleep_mode", [None])
-        yield Axis("a sleeping engine", [*values])
-    if with_engine and engine.gpu_memory_utilization is not None:
-        values = one_setting(f"{ENGINE}.gpu_memory_utilization", [None])
-        yield Axis("the engine's share", [*values])
-    length = _row_length(config)
-    budget = trainer.max_tokens_per_microbatch
-    # Shorter rows, which are tried last, take smaller micro-batches.
-    least = max(1, length // max(SHORTER))
-    smaller = []
-    for n in range(1, budget.bit_length()):
-        if budget >> n >= least:
-            smaller.append(budget >> n)
-    if smaller:
-        values = one_setting("trainer.max_tokens_per_microbatch", smaller)
-        yield Axis("smaller micro-batches", [*values])
-    is_rounded = _dtype(trainer.policy.dtype) != torch.float32
-    if trainer.residual_dtype == "float32" and is_rounded:
-        yield Axis("residual_dtype", [*one_setting("trainer.residual_dtype", ["auto"])])
-    if on_gpus:
-        yield from _axes_of_gpus(config, with_engine, max_gpus)
-    if with_engine and config.engine_place is not EnginePlace.SERVERS:
-        values = one_setting(f"{ENGINE}.external_server_urls", [[SERVER]])
-        yield Axis("engines on servers", [*values], is_last=True)
-
-
-def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
-    trainer = config.trainer
-    engine = config.generator.inference_engine
-    if trainer.policy.optimizer_config.optimizer == "adamw":
-        name = "trainer.policy.optimizer_config.optimizer"
-        yield Axis("8-bit moments", [*one_setting(name, ["adamw_8bit"])])
-    if trainer.policy.optimizer_config.offload_after_step is False:
-        name = "trainer.policy.optimizer_config.offload_after_step"
-        yield Axis("moments in main memory", [*one_setting(name, [True])])
-    if with_engine and trainer.placement.offload_weights is False:
-        values = one_setting("trainer.placement.offload_weights", [True])
-        yield Axis("weights in main memory", [*values])
-    powers = [n for n in (2, 4, MAX_GPUS) if n <= max_gpus]
-    more = [n for n in powers if n > trainer.placement.ranks_per_node]
-    if more:
-        yield Axis("more GPUs", [*one_setting(PLACEMENT, more)])
-    if with_engine and config.engine_place.is_here:
-        sizes = [n for n in powers if n > engine.tensor_parallel_size]
-        if sizes:
-            values = one_setting(f"{ENGINE}.tensor_parallel_size", sizes)
-            yield Axis("tensor parallelism of the engine", [*values])
-    shared = trainer.policy.sequence_parallel_size
-    if _row_length(config) > trainer.max_tokens_per_microbatch * shared:
-        nodes = trainer.placement.policy_num_nodes
-        most = max_gpus * nodes
-        sizes = [n for n in (2, 4, MAX_GPUS) if shared < n <= most]
-        if sizes:
-            values = one_setting("trainer.policy.sequence_parallel_size", sizes)
-            yield Axis("sequence parallelism", [*values])

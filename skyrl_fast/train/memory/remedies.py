@@ -12,13 +12,19 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Protocol
 
+import torch
+
 from skyrl_fast.config import Config
+from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.train.memory.device_plan import MemoryPlan, Remedies
+from skyrl_fast.train.memory.parts import dtype_of, planned_device, row_length
+from skyrl_fast.train.model.loading import recomputes_activations
 
 PROPOSED_RANK = 16  # rank of a proposed adapter
 SHORTER = (2, 4, 8)  # divisors of the lengths of prompts and answers
 SERVER = "http://HOST:8000"
 ENGINE = "generator.inference_engine"
+MAX_GPUS = 8  # to propose
 PLACEMENT = "trainer.placement.policy_num_gpus_per_node"
 
 Settings = dict[str, Any]
@@ -226,3 +232,71 @@ def one_setting(key: str, values: Sequence[Any]) -> Iterator[Settings]:
     """Yield the settings of an axis that is one setting."""
     for value in values:
         yield {key: value}
+
+
+def axes_of(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
+    """Yield what may be changed for a run to fit, in the order in which it is preferred."""
+    trainer = config.trainer
+    engine = config.generator.inference_engine
+    device = planned_device(config)
+    on_gpus = device.type == "cuda"
+    if not recomputes_activations(trainer, device):
+        values = one_setting("trainer.gradient_checkpointing", [True])
+        yield Axis("gradient checkpointing", [*values])
+    can_sleep = on_gpus and with_engine and not config.max_staleness
+    if can_sleep and engine.enable_sleep_mode is False:
+        values = one_setting(f"{ENGINE}.enable_sleep_mode", [None])
+        yield Axis("a sleeping engine", [*values])
+    if with_engine and engine.gpu_memory_utilization is not None:
+        values = one_setting(f"{ENGINE}.gpu_memory_utilization", [None])
+        yield Axis("the engine's share", [*values])
+    length = row_length(config)
+    budget = trainer.max_tokens_per_microbatch
+    # Shorter rows, which are tried last, take smaller micro-batches.
+    least = max(1, length // max(SHORTER))
+    smaller = []
+    for n in range(1, budget.bit_length()):
+        if budget >> n >= least:
+            smaller.append(budget >> n)
+    if smaller:
+        values = one_setting("trainer.max_tokens_per_microbatch", smaller)
+        yield Axis("smaller micro-batches", [*values])
+    is_rounded = dtype_of(trainer.policy.dtype) != torch.float32
+    if trainer.residual_dtype == "float32" and is_rounded:
+        yield Axis("residual_dtype", [*one_setting("trainer.residual_dtype", ["auto"])])
+    if on_gpus:
+        yield from _axes_of_gpus(config, with_engine, max_gpus)
+    if with_engine and config.engine_place is not EnginePlace.SERVERS:
+        values = one_setting(f"{ENGINE}.external_server_urls", [[SERVER]])
+        yield Axis("engines on servers", [*values], is_last=True)
+
+
+def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
+    trainer = config.trainer
+    engine = config.generator.inference_engine
+    if trainer.policy.optimizer_config.optimizer == "adamw":
+        name = "trainer.policy.optimizer_config.optimizer"
+        yield Axis("8-bit moments", [*one_setting(name, ["adamw_8bit"])])
+    if trainer.policy.optimizer_config.offload_after_step is False:
+        name = "trainer.policy.optimizer_config.offload_after_step"
+        yield Axis("moments in main memory", [*one_setting(name, [True])])
+    if with_engine and trainer.placement.offload_weights is False:
+        values = one_setting("trainer.placement.offload_weights", [True])
+        yield Axis("weights in main memory", [*values])
+    powers = [n for n in (2, 4, MAX_GPUS) if n <= max_gpus]
+    more = [n for n in powers if n > trainer.placement.ranks_per_node]
+    if more:
+        yield Axis("more GPUs", [*one_setting(PLACEMENT, more)])
+    if with_engine and config.engine_place.is_here:
+        sizes = [n for n in powers if n > engine.tensor_parallel_size]
+        if sizes:
+            values = one_setting(f"{ENGINE}.tensor_parallel_size", sizes)
+            yield Axis("tensor parallelism of the engine", [*values])
+    shared = trainer.policy.sequence_parallel_size
+    if row_length(config) > trainer.max_tokens_per_microbatch * shared:
+        nodes = trainer.placement.policy_num_nodes
+        most = max_gpus * nodes
+        sizes = [n for n in (2, 4, MAX_GPUS) if shared < n <= most]
+        if sizes:
+            values = one_setting("trainer.policy.sequence_parallel_size", sizes)
+            yield Axis("sequence parallelism", [*values])

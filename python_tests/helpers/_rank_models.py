@@ -1,7 +1,7 @@
 """A policy and a critic for the tests of checkpoints of several ranks, new or from a checkpoint."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,13 @@ def saved_models(
     offload: bool = False,
 ) -> Saved:
     """Return the models, with weights of a checkpoint if there is one; not yet restored."""
-    config = OptimizerConfig(optimizer=optimizer_name, lr=1e-2, offload_after_step=offload)
+    config = OptimizerConfig(
+        optimizer=optimizer_name,
+        lr=1e-2,
+        # Nothing is clipped: the norm is a sum in the order of the ranks.
+        max_grad_norm=1e9,
+        offload_after_step=offload,
+    )
     if checkpoint is None and optimizer_name == "adamw_8bit":
         # Only larger matrices have moments in 8 bits.
         model, value_model = wide_model(), ValueModel(wide_model().base_model)
@@ -120,6 +126,11 @@ def saved_models(
     optimizer = Optimizer(policy, config, total_steps=9)
     critic = Critic(value_model, config, total_steps=9, mini_batch_size=2, ranks=ranks)
     return Saved(ranks, policy, optimizer, critic)
+
+
+def resumed_models(ranks: Ranks, *, checkpoints: Sequence[Path]) -> list[Saved]:
+    """Return the models of each checkpoint, with its weights; not yet restored."""
+    return [saved_models(ranks, checkpoint=path) for path in checkpoints]
 
 
 @dataclass(slots=True)

@@ -394,7 +394,7 @@ def _plan(
     else:
         ranks = range(placement.num_ranks)
     bucket = broadcast_bytes(config, size)
-    sent = Item("buckets of weights that are broadcast", SENT_BUCKETS * bucket)
+    sent = Item("buckets of weights for engines", SENT_BUCKETS * bucket)
     if engine is None:
         if on_cluster:
             trainer = [*trainer, sent]
@@ -403,11 +403,14 @@ def _plan(
         host = _offloaded_bytes(config, size)
         return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
-    if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
+    reads_ranks = engine.weight_sync == "ipc" and placement.num_ranks > 1
+    if engine.weight_sync == "nccl" or reads_ranks:
         received = RECEIVED_BUCKETS * bucket
         context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)
         trainer = [*trainer, sent]
-    readers = _reader_items(engine)
+    readers = _reader_items(engine, ranks=placement.num_ranks)
+    # The trainer's buckets stay on its GPU. While they are filled, it gathers a layer next to them.
+    staying = [sent, _gathered_item(config, size)] if reads_ranks else []
     if not engine.shared:
         trainer = [*readers, *trainer]
     # On the engine's fullest GPU.
@@ -417,14 +420,15 @@ def _plan(
         together = [context]
     offloads = engine.sleeps and config.offloads_base(EnginePlace.HERE_ASLEEP)
     if engine.sleeps:
-        together = [*resident, _probe_item(config, size), *readers, context]
+        together = [*resident, _probe_item(config, size), *staying, *readers, context]
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     leaves = engine.sleeps and config.offloads_weights(EnginePlace.HERE_ASLEEP)
     if leaves:
         stay = _resident_moments(config, measure)
-        together = [*stay, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
+        with_context = [*stay, Item("trainer: CUDA context", CONTEXT_BYTES)]
+        together = [*with_context, *staying, *readers, context]
     used = _total([*before, *together])
     part, share = _engine_item(config, size, len(engine.engines[0]), capacity, used)
     shared = engine.shared
@@ -446,7 +450,7 @@ def _plan(
             engine_bytes = math.ceil(_engine_weight_bytes(config, size) / gpus_of_engine)
             loaded = Item("engine: weights", engine_bytes)
             probe = _probe_item(config, size)
-            both = [*before, *resident, probe, *readers, context, loaded]
+            both = [*before, *resident, probe, *staying, *readers, context, loaded]
             devices += _devices(shared, both, capacity, ", hand-over")
     updates = []
     for device in devices:
@@ -465,9 +469,19 @@ def _plan(
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
 
-def _reader_items(engine: EnginePlacement) -> list[Item]:
-    """Return the contexts on the trainer's GPU of workers that compute on others, and read it."""
-    if engine.weight_sync == "ipc":
+def _gathered_item(config: Config, size: ModelSize) -> Item:
+    """Return a layer as the engine gets it, and the largest weight in float32."""
+    item = _dtype(config.engine_dtype).itemsize
+    largest = FLOAT32_BYTES * size.vocab_size * size.hidden_size
+    return Item("a layer that is handed over", item * size.layer_parameters + largest)
+
+
+def _reader_items(engine: EnginePlacement, *, ranks: int) -> list[Item]:
+    """Return the contexts on the trainer's GPU of workers that compute on others, and read it.
+
+    With several ranks each worker reads the one on its own GPU.
+    """
+    if engine.weight_sync == "ipc" and ranks == 1:
         num_readers = sum(gpu != 0 for gpu in engine.gpu_ids)
     else:
         num_readers = 0

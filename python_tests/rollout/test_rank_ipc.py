@@ -3,10 +3,10 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from _shared_gpus import DTYPE, ProcessEngine, SharedGpu, make_policy
-from _weights import make_probe, no_sending_thread
+from _weights import no_sending_thread
 
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.vllm_engine import Vllm
 from skyrl_fast.rollout.engine.weights.group import IPC, WeightsGroup
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transports.rank_ipc import (
     check_rank_ipc_call,
@@ -33,7 +34,6 @@ from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
-pytestmark = pytest.mark.vllm
 BUCKET = 2048  # bytes: most weights are alone in one, of which the largest is the size
 send = partial(send_by_rank_ipc, bucket_bytes=BUCKET)
 
@@ -56,6 +56,24 @@ def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 
 
+def make_probe(engine: Any) -> WeightProbe:
+    """Return a probe that all engines pass whose logprobs are 0."""
+    answers = [([0.0], 1.0)]
+    return WeightProbe(engine, probe=[[1, 2]], trainer_logprobs=lambda _: answers, dtype=DTYPE)
+
+
+@asynccontextmanager
+async def running(*engines: ProcessEngine) -> AsyncIterator[EnginePool]:
+    """Start engines, and end their processes."""
+    pool = EnginePool(engines, transport=send)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+    assert no_sending_thread()
+
+
 def handles_of(policy: Policy) -> dict[str, Any]:
     """Return the handles of both ranks."""
     return dict(policy.named_weights(DTYPE).share(DTYPE, BUCKET).handles)
@@ -64,40 +82,33 @@ def handles_of(policy: Policy) -> dict[str, Any]:
 @pytest.mark.spec("async.rank-ipc")
 async def test_each_engine_reads_all_weights_of_the_rank_on_its_gpu(policy: Policy) -> None:
     engines = [ProcessEngine("GPU-0"), ProcessEngine("GPU-1")]
-    pool = EnginePool(engines, transport=send)
-
-    await pool.start()
     handles = handles_of(policy)
     wanted = values_of(policy)
-    for _ in range(2):
-        await pool.update(policy.named_weights(DTYPE), make_probe)
-    for number, engine in enumerate(engines):
-        ((opened, values),) = await engine.loaded()
-        assert equal(values, wanted)
-        # Once in each update, and by the same handle.
-        assert opened == [handles[f"GPU-{number}"][2]] * 2
+    async with running(*engines) as pool:
+        for _ in range(2):
+            await pool.update(policy.named_weights(DTYPE), make_probe)
+        for number, engine in enumerate(engines):
+            ((opened, values),) = await engine.loaded()
+            assert equal(values, wanted)
+            # Once in each update, and by the same handle.
+            assert opened == [handles[f"GPU-{number}"][2]] * 2
     assert handles["GPU-0"] != handles["GPU-1"]
     num_bytes = sum(value.nbytes for value in wanted.values())
     assert {report.num_bytes for report in pool.reports.values()} == {num_bytes}
     assert policy.outgoing is not None
     assert policy.cuda_ipc.shared == [policy.outgoing.memory.numel()]  # type: ignore[attr-defined]
-    await pool.close()
-    assert no_sending_thread()
 
 
 @pytest.mark.spec("async.rank-ipc")
 async def test_workers_of_one_engine_read_different_ranks(policy: Policy) -> None:
     engine = ProcessEngine("GPU-1", "GPU-0")
-    pool = EnginePool([engine], transport=send)
-
-    await pool.start()
-    await pool.update(policy.named_weights(DTYPE), make_probe)
     handles = handles_of(policy)
     wanted = values_of(policy)
-    for gpu, (opened, values) in zip(engine.gpus, await engine.loaded(), strict=True):
-        assert opened == [handles[gpu][2]]
-        assert equal(values, wanted)
-    await pool.close()
+    async with running(engine) as pool:
+        await pool.update(policy.named_weights(DTYPE), make_probe)
+        for gpu, (opened, values) in zip(engine.gpus, await engine.loaded(), strict=True):
+            assert opened == [handles[gpu][2]]
+            assert equal(values, wanted)
 
 
 @pytest.mark.spec("async.rank-ipc")
@@ -105,36 +116,33 @@ async def test_a_worker_on_a_gpu_without_a_rank_is_an_error_that_names_both(
     policy: Policy,
 ) -> None:
     engine = ProcessEngine("GPU-9")
-    await engine.start()
     wanted = r"on a GPU of the trainer's ranks \(GPU-0, GPU-1\), got one on GPU-9"
     sending = send(policy.named_weights(DTYPE), DTYPE)
-    with sending as call, pytest.raises(WeightSyncError, match=wanted):
-        await asyncio.wait_for(engine.load_weights(call), 60)
-    await engine.close()
-    assert no_sending_thread()
+    async with running(engine):
+        with sending as call, pytest.raises(WeightSyncError, match=wanted):
+            await asyncio.wait_for(engine.load_weights(call), 60)
 
 
 @pytest.mark.spec("async.rank-ipc")
 async def test_an_engine_that_dies_in_an_update_gets_the_weights_alone_later(
     policy: Policy,
 ) -> None:
-    engines = [ProcessEngine("GPU-0", dies_at=4), ProcessEngine("GPU-1")]
-    pool = EnginePool(engines, transport=send)
-
-    await pool.start()
+    killed = ProcessEngine("GPU-0", dies_at=4)
+    other = ProcessEngine("GPU-1")
     wanted = values_of(policy)
-    await asyncio.wait_for(pool.update(policy.named_weights(DTYPE), make_probe), 120)
-    assert {*pool.reports} == {1}
-    assert pool.faults["engine_deaths"] == 1
-    ((_, values),) = await engines[1].loaded()
-    assert equal(values, wanted)
-    await asyncio.wait_for(pool.repair(policy.named_weights(DTYPE), make_probe), 120)
-    assert {*pool.reports} == {0, 1}
-    ((opened, values),) = await engines[0].loaded()
-    assert equal(values, wanted)
-    assert len(opened) == 1
-    await pool.close()
-    assert no_sending_thread()
+    async with running(killed, other) as pool:
+        await asyncio.wait_for(pool.update(policy.named_weights(DTYPE), make_probe), 120)
+        assert {*pool.reports} == {1}
+        assert pool.faults["engine_deaths"] == 1
+        ((_, values),) = await other.loaded()
+        assert equal(values, wanted)
+        await asyncio.wait_for(pool.repair(policy.named_weights(DTYPE), make_probe), 120)
+        assert {*pool.reports} == {0, 1}
+        ((opened, values),) = await killed.loaded()
+        assert equal(values, wanted)
+        assert len(opened) == 1
+        ((opened, _),) = await other.loaded()
+        assert len(opened) == 1  # it has served meanwhile
 
 
 # --- what the ranks pack --------------------------------------------------------------------------
@@ -211,7 +219,8 @@ def test_a_single_rank_and_plain_tensors_have_no_buckets() -> None:
 
 async def test_an_engine_in_no_group_is_refused(policy: Policy) -> None:
     engine = ProcessEngine("GPU-0")
-    engine.vllm = SimpleNamespace(llm=SimpleNamespace(errored=False, collective_rpc=None))  # type: ignore[assignment]
+    llm: Any = SimpleNamespace(errored=False, collective_rpc=lambda *_: None)
+    engine.vllm = Vllm(llm, dict, dict, None, (ValueError,), KeyError)
     sending = send(policy.named_weights(DTYPE), DTYPE)
     wanted = "expected one of nccl, gloo, ipc at the engine"
     with sending as call, pytest.raises(WeightSyncError, match=wanted):
@@ -267,18 +276,3 @@ def test_a_handle_is_text_and_opened_on_the_readers_device() -> None:
     ):
         assert check_rank_ipc_call(wrong, [], "127.0.0.1") is None, wrong
     assert check_rank_ipc_call([text], [], None) is None
-
-
-def test_engines_that_all_die_end_the_update(policy: Policy, tmp_path: Path) -> None:
-    async def load() -> None:
-        engine = ProcessEngine("GPU-0", dies_at=2)
-        await engine.start()
-        try:
-            with send(policy.named_weights(DTYPE), DTYPE) as call:
-                await asyncio.wait_for(engine.load_weights(call), 60)
-        finally:
-            await engine.close()
-
-    with pytest.raises(EngineDeadError, match="died"):
-        asyncio.run(load())
-    assert no_sending_thread()

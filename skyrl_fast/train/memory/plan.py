@@ -277,9 +277,16 @@ class _Planner:
         by = config.generator.inference_engine.weight_sync_backend
         is_on_cluster = self._with_engine and config.engine_place is EnginePlace.CLUSTER
         on_cluster = is_on_cluster and by in ("auto", "nccl")
-        return _plan(
-            config, measure, self._capacity, engine, in_use=self._in_use, on_cluster=on_cluster
+        make = partial(
+            _plan, config, measure, self._capacity, in_use=self._in_use, on_cluster=on_cluster
         )
+        plan = make(engine)
+        is_open = by == "auto" and engine is not None and _reads_ranks(config, engine)
+        if is_open and not plan.fits:
+            by_file = make(replace(engine, weight_sync="file"))
+            if by_file.lacking_bytes < plan.lacking_bytes:
+                return replace(by_file, sends_files=True)
+        return plan
 
     def plan_changed(
         self, config: Config, settings: dict[str, Any], *, with_activations: bool = True
@@ -403,7 +410,7 @@ def _plan(
         host = _offloaded_bytes(config, size)
         return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
-    reads_ranks = engine.weight_sync == "ipc" and placement.num_ranks > 1
+    reads_ranks = _reads_ranks(config, engine)
     if engine.weight_sync == "nccl" or reads_ranks:
         received = RECEIVED_BUCKETS * bucket
         context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)
@@ -467,6 +474,11 @@ def _plan(
     held, logits = _spare_bytes(config, measure, updates)
     drawing = draw_nodes(config, engine)
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
+
+
+def _reads_ranks(config: Config, engine: EnginePlacement) -> bool:
+    """Return whether weights go to engines by buckets on the ranks' GPUs."""
+    return engine.weight_sync == "ipc" and config.trainer.placement.num_ranks > 1
 
 
 def _gathered_item(config: Config, size: ModelSize) -> Item:

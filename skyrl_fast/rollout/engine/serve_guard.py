@@ -234,7 +234,7 @@ def _check_call(
             method.startswith(LOAD) and rest.keys() <= KWARGS
         ):
             transport = TRANSPORTS.get(method.removeprefix(LOAD))
-            if transport and transport.reads_gpu <= reads_gpu:
+            if transport and (reads_gpu or not transport.reads_gpu):
                 checked = transport.check(arguments, folders, trainer)
             else:
                 checked = None

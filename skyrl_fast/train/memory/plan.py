@@ -281,11 +281,11 @@ class _Planner:
             _plan, config, measure, self._capacity, in_use=self._in_use, on_cluster=on_cluster
         )
         plan = make(engine)
-        is_open = by == "auto" and engine is not None and _reads_ranks(config, engine)
-        if is_open and not plan.fits:
-            by_file = make(replace(engine, weight_sync="file"))
-            if by_file.lacking_bytes < plan.lacking_bytes:
-                return replace(by_file, sends_files=True)
+        if engine is None or by != "auto" or plan.fits or not _reads_ranks(config, engine):
+            return plan
+        by_file = make(replace(engine, weight_sync="file"))
+        if by_file.lacking_bytes < plan.lacking_bytes:
+            return replace(by_file, sends_files=True)
         return plan
 
     def plan_changed(

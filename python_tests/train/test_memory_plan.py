@@ -474,7 +474,11 @@ def test_buckets_of_ranks_are_next_to_their_engines(small: Path) -> None:
         assert found[name] == 2 * bucket
         assert name not in {item.name for item in without.items}
     assert found["engine: CUDA context, buckets"] == GIB + 3 * bucket
-    assert "a layer that is handed over" in found
+    leaving = config_of(small, two, "trainer.placement.offload_weights=true")
+    both = plan_memory(leaving, capacity=GPU, num_gpus=2).devices[-1]
+    assert both.name == "each of GPU 0 to 1, hand-over"
+    names = {item.name for item in both.items}
+    assert {name, "a layer that is handed over"} <= names
     assert plan.host_bytes < other.host_bytes  # no file
 
 

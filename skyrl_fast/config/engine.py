@@ -45,7 +45,7 @@ class InferenceEngineConfig:
         "auto: for engines on a cluster nccl, without GPUs gloo; on several nodes gloo; otherwise, "
         "where a single rank trains, ipc if the run's own engine shares its GPU, nccl if not, and "
         "on a CPU the engine reads the trainer's memory; with several ranks ipc if all GPUs of "
-        "engines have ranks and no LoRA adapter is trained; else file",
+        "engines have ranks, no LoRA adapter is trained, and its buckets have room; else file",
         choices=("auto", "ipc", "nccl", "gloo", "file", "reload"),
     )
     weight_sync_path: str | None = setting(

@@ -414,10 +414,9 @@ def _plan(
     if engine.weight_sync == "nccl" or reads_ranks:
         received = RECEIVED_BUCKETS * bucket
         context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)
-        trainer = [*trainer, sent]
+        trainer = [sent, *trainer]
     readers = _reader_items(engine, ranks=placement.num_ranks)
-    # The trainer's buckets stay on its GPU. While they are filled, it gathers a layer next to them.
-    staying = [sent, _gathered_item(config, size)] if reads_ranks else []
+    staying = [sent] if reads_ranks else []  # on the trainer's GPU
     if not engine.shared:
         trainer = [*readers, *trainer]
     # On the engine's fullest GPU.
@@ -458,6 +457,8 @@ def _plan(
             loaded = Item("engine: weights", engine_bytes)
             probe = _probe_item(config, size)
             both = [*before, *resident, probe, *staying, *readers, context, loaded]
+            if reads_ranks:
+                both.append(_gathered_item(config, size))
             devices += _devices(shared, both, capacity, ", hand-over")
     updates = []
     for device in devices:

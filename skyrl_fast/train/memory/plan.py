@@ -401,7 +401,7 @@ def _plan(
     else:
         ranks = range(placement.num_ranks)
     bucket = broadcast_bytes(config, size)
-    sent = Item("buckets of weights for engines", SENT_BUCKETS * bucket)
+    sent = Item("buckets of weights that are broadcast", SENT_BUCKETS * bucket)
     if engine is None:
         if on_cluster:
             trainer = [*trainer, sent]
@@ -411,6 +411,8 @@ def _plan(
         return MemoryPlan(alone, None, host, *_spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     reads_ranks = _reads_ranks(config, engine)
+    if reads_ranks:
+        sent = replace(sent, name="buckets of weights for engines")
     if engine.weight_sync == "nccl" or reads_ranks:
         received = RECEIVED_BUCKETS * bucket
         context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)

@@ -227,6 +227,20 @@ FAULTS = (
         ("rollout/test_weight_memory.py",),
     ),
     Fault(
+        "a worker reads the GPU of any rank",
+        "skyrl_fast/rollout/engine/weights/transports/rank_ipc.py",
+        "memory = open_bytes(handles[gpu], group.device, cuda)",
+        "memory = open_bytes(next(iter(handles.values())), group.device, cuda)",
+        ("rollout/test_rank_ipc.py",),
+    ),
+    Fault(
+        "a bucket is filled again while workers copy it",
+        "skyrl_fast/rollout/engine/weights/group.py",
+        "        if self._backend == IPC:\n            self.meet()\n",
+        "        if self._backend == IPC:\n",
+        ("rollout/test_rank_ipc.py",),
+    ),
+    Fault(
         "a trajectory's reward is that of the row before its last",
         "csrc/advantage/advantage_cpu.cpp",
         "row_reward(kOp, rewards, layout, t->last_row[j]);",

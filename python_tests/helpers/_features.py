@@ -71,6 +71,10 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "chosen GPUs of the engine": {f"{ENGINE}.gpu_ids": [0]},
     "replicas of an engine": {f"{ENGINE}.engine_init_kwargs": {"data_parallel_size": 2}},
     "weights by CUDA IPC": {f"{ENGINE}.weight_sync_backend": "ipc"},
+    "weights by CUDA IPC of ranks": {
+        f"{ENGINE}.weight_sync_backend": "ipc",
+        "trainer.placement.policy_num_gpus_per_node": 2,
+    },
     "weights by broadcast": {f"{ENGINE}.weight_sync_backend": "gloo"},
     "weights by vLLM's reload": {f"{ENGINE}.weight_sync_backend": "reload"},
     "weights by file": {f"{ENGINE}.weight_sync_backend": "file"},

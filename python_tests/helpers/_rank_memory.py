@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from _memory import LiveBytes
+from _shared_gpus import SharedGpu
 
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
@@ -83,6 +84,7 @@ def counted(ranks: Ranks, *, folder: Path) -> Counted:
             shard(model, ranks)
             read_shards(model)
         policy = Policy(load_model(str(folder), device=CPU, ranks=ranks), ranks=ranks)
+    policy.cuda_ipc = SharedGpu(f"GPU-{ranks.rank}")
     tensor_digest(torch.zeros(1))  # keeps a table of its own
     optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=9)
     return Counted(ranks, policy, optimizer, live.peak)

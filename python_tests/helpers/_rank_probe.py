@@ -39,6 +39,11 @@ class Probe:
         return found
 
     @run_on_all_ranks
+    def ranks_of(self, from_each: bool) -> list[int]:
+        """Return the ranks whose items are gathered."""
+        return self.ranks.gather([self.ranks.rank], from_each=from_each)
+
+    @run_on_all_ranks
     def fault_on(self, rank: int) -> None:
         if self.ranks.rank == rank:
             raise ValueError(f"a fault of rank {rank}")

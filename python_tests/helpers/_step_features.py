@@ -345,6 +345,7 @@ NOT_COVERED = {
     "chosen GPUs of the engine": _ENGINE,
     "replicas of an engine": _ENGINE,
     "weights by CUDA IPC": _WEIGHTS,
+    "weights by CUDA IPC of ranks": _WEIGHTS,
     "weights by broadcast": _WEIGHTS,
     "weights by vLLM's reload": _WEIGHTS,
     "weights by file": _WEIGHTS,

@@ -136,7 +136,7 @@ class ScriptedEngine(VllmEngine):
         self.llms.append(llm)
         self.vllm = Vllm(llm, dict, dict, None, (ValueError,), KeyError)
         if self.backend == "gloo":
-            await self._join_workers(len(llm.workers))
+            await self._join_workers(self.backend, len(llm.workers))
 
     async def prompt_logprobs(self, token_ids: Any) -> list[float]:
         return [0.0] * (len(token_ids) - 1)

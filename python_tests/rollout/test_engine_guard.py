@@ -26,11 +26,12 @@ from skyrl_fast.rollout.engine.serve_guard import (
     CLAIM_FIRST,
     CLAIM_HEADER,
     LOAD_ADAPTER,
+    READS_GPU_VARIABLE,
     TRAINER_HEADER,
     EngineGuard,
     guard_environment,
 )
-from skyrl_fast.rollout.engine.serve_vllm import serve_command
+from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.transports.file import check_path
 from skyrl_fast.system.child_environment import KEY_VARIABLE
@@ -240,6 +241,44 @@ def test_a_broadcast_comes_from_the_servers_trainer(
     assert call(EngineGuard(app), body) == (200 if passes else 403)
     assert call(EngineGuard(app), {**body, "timeout": 1}) == 403
     assert len(app.passed) == passes
+
+
+@pytest.mark.spec("async.rank-ipc")
+@pytest.mark.parametrize("reads_gpu", [True, False])
+def test_handles_of_gpu_memory_are_for_servers_of_the_run_alone(
+    reads_gpu: bool, app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"trainer": "127.0.0.1", "reads_gpu": reads_gpu}
+    for name, value in guard_environment(KEY, [shared], **options).items():
+        monkeypatch.setenv(name, value)
+    guard = EngineGuard(app)
+    handle = [64, 0, "00ff", 64, 0, False, "0a", 3, "", True]
+    calls = {
+        "load_weights_rank_ipc": [json.dumps({"GPU-0": handle})],
+        "join_weights_group": ["ipc", "127.0.0.1", 4000, 3],
+    }
+    for method, arguments in calls.items():
+        body = {"method": method, "args": arguments}
+        assert call(guard, body) == (200 if reads_gpu else 403)
+    assert len(app.passed) == 2 * reads_gpu
+    # What it does not read there comes by no other way, and other values are no handles.
+    others = {
+        "load_weights_rank_ipc": [json.dumps({"GPU-0": handle[:-1]})],
+        "load_weights_ipc": [[]],
+    }
+    if reads_gpu:
+        others["join_weights_group"] = ["gloo", "127.0.0.1", 4000, 3]
+    for method, arguments in others.items():
+        assert call(guard, {"method": method, "args": arguments}) == 403
+
+
+def test_only_a_server_that_the_run_starts_may_read_gpus() -> None:
+    with pytest.raises(ValueError, match=r"weight_sync: expected one of .* got 'ipc'"):
+        RemoteEngine("http://127.0.0.1:1", weight_sync="ipc")
+    setup = VllmSetup("model")
+    assert READS_GPU_VARIABLE not in serve_environment(setup, {}, key=KEY)
+    access = {"trainer": "127.0.0.1", "reads_gpu": True}
+    assert READS_GPU_VARIABLE in serve_environment(setup, {}, key=KEY, **access)
 
 
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}

@@ -306,7 +306,9 @@ def test_workers_that_hang_count_as_dead() -> None:
 
 
 def test_an_engine_without_a_group_refuses_a_broadcast() -> None:
-    with pytest.raises(WeightSyncError, match="expected one of nccl, gloo at the engine's start"):
+    with pytest.raises(
+        WeightSyncError, match="expected one of nccl, gloo, ipc at the engine's start"
+    ):
         asyncio.run(load(ScriptedEngine("file")))
 
 

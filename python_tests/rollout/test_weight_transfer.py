@@ -35,6 +35,7 @@ from skyrl_fast.rollout.engine.weights.transports.file import (
     send_by_file,
 )
 from skyrl_fast.rollout.engine.weights.transports.ipc import CudaIpc, receive_by_ipc, send_by_ipc
+from skyrl_fast.rollout.engine.weights.transports.rank_ipc import send_by_rank_ipc
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors
@@ -296,7 +297,13 @@ def test_the_setting_chooses_the_transfer() -> None:
     def engine(*overrides: str) -> Any:
         return load_config(None, [*needed, *overrides])
 
-    assert choose_transport(engine(f"{key}.weight_sync_backend=ipc")) is send_by_ipc
+    by_ipc = f"{key}.weight_sync_backend=ipc"
+    assert choose_transport(engine(by_ipc)) is send_by_ipc
+    ranks = "trainer.placement.policy_num_gpus_per_node=2"
+    assert choose_transport(engine(by_ipc, ranks)) is send_by_rank_ipc
+    assert choose_transport(engine(by_ipc, ranks, f"{key}.num_engines=2")) is send_by_rank_ipc
+    with pytest.raises(ConfigError, match=r"several engines need a rank on each of their GPUs"):
+        engine(by_ipc, f"{key}.num_engines=2")
     for backend in BACKENDS:
         chosen = engine(f"{key}.weight_sync_backend={backend}")
         assert choose_transport(chosen) is send_by_broadcast

@@ -25,6 +25,7 @@ from skyrl_fast.ops._backend import main_memory
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.rollout.engine.from_settings import make_vllm_setup
+from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transports import ipc
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
@@ -456,6 +457,74 @@ def test_workers_on_other_gpus_have_contexts_on_the_trainers(small: Path) -> Non
     assert name.format(1) not in sizes(plan_memory(by_file, capacity=GPU, num_gpus=2))
 
 
+@pytest.mark.spec("async.rank-ipc", "memory.plan")
+def test_buckets_of_ranks_are_next_to_their_engines(small: Path) -> None:
+    two = "trainer.placement.policy_num_gpus_per_node=2"
+    by_file = "generator.inference_engine.weight_sync_backend=file"
+    plan = plan_memory(config_of(small, two), capacity=GPU, num_gpus=2)
+    other = plan_memory(config_of(small, two, by_file), capacity=GPU, num_gpus=2)
+    name = "buckets of weights for engines"
+    bucket = 2 * 151_936 * 896  # the embedding in bfloat16, which is larger than 128 MiB
+    assert [device.name for device in plan.devices] == [
+        "each of GPU 0 to 1, update",
+        "each of GPU 0 to 1, generation",
+    ]
+    for device, without in zip(plan.devices, other.devices, strict=True):
+        found = {item.name: item.num_bytes for item in device.items}
+        assert found[name] == 2 * bucket
+        assert name not in {item.name for item in without.items}
+    assert found["engine: CUDA context, buckets"] == GIB + 3 * bucket
+    leaving = config_of(small, two, "trainer.placement.offload_weights=true")
+    both = plan_memory(leaving, capacity=GPU, num_gpus=2).devices[-1]
+    assert both.name == "each of GPU 0 to 1, hand-over"
+    names = {item.name for item in both.items}
+    assert {name, "a layer that is handed over"} <= names
+    assert plan.host_bytes < other.host_bytes  # no file
+
+
+@pytest.mark.spec("async.rank-ipc")
+def test_weights_go_by_file_where_buckets_leave_no_room(small: Path) -> None:
+    two = "trainer.placement.policy_num_gpus_per_node=2"
+    key = "generator.inference_engine.weight_sync_backend"
+
+    def planned(backend: str, capacity: int) -> MemoryPlan:
+        config = config_of(small, two, f"{key}={backend}", STAYS)
+        return plan_memory(config, capacity=capacity, num_gpus=2)
+
+    lacks = 0
+    least = GPU
+    while least - lacks > BUCKET_BYTES:  # at least two buckets less than with them
+        middle = (lacks + least) // 2
+        if planned("file", middle).fits:
+            least = middle
+        else:
+            lacks = middle
+    assert not planned("ipc", least).fits
+    plan = planned("auto", least)
+    assert plan.fits and plan.sends_files
+    assert "engines get their weights by file" in str(plan)
+    assert not planned("auto", GPU).sends_files
+    config = config_of(small, two, STAYS)
+    plan_on(FakeGpus((least, least)), config)
+    assert config.generator.inference_engine.weight_sync_backend == "file"
+
+
+@pytest.mark.spec("sync.ipc-missing")
+def test_several_ranks_send_a_file_where_cuda_does_not_share(
+    small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two = "trainer.placement.policy_num_gpus_per_node=2"
+    shares = config_of(small, two)
+    plan_on(FakeGpus((GPU, GPU)), shares)
+    engine = shares.generator.inference_engine
+    assert (engine.weight_sync_backend, engine.num_engines) == ("ipc", 2)
+    config = config_of(small, two)
+    plan_on(FakeGpus((GPU, GPU), fault="CUDA error: operation not supported"), config)
+    engine = config.generator.inference_engine
+    assert (engine.weight_sync_backend, engine.num_engines) == ("file", 2)
+    assert caplog.text.count("by file, as CUDA does not share") == 1
+
+
 @pytest.mark.spec("sync.ipc-missing")
 def test_without_cuda_ipc_weights_go_by_file(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     key = "generator.inference_engine.weight_sync_backend"
@@ -744,8 +813,9 @@ def test_combines_settings_where_none_is_enough(small: Path) -> None:
         "trainer.gradient_checkpointing=true "
         "generator.inference_engine.gpu_memory_utilization=null",
     )
-    ipc = config_of(small, "generator.inference_engine.weight_sync_backend=ipc", STAYS)
-    found = plan_with_remedies(ipc, capacity=num_bytes("12.5GiB")).remedies.settings
+    nccl = config_of(small, "generator.inference_engine.weight_sync_backend=nccl", STAYS)
+    plan = plan_with_remedies(nccl, capacity=num_bytes("10GiB"), num_gpus=2)
+    found = plan.remedies.settings
     assert found and not any("num_gpus" in remedy for remedy in found)
 
 

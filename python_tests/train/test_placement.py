@@ -39,10 +39,10 @@ def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
         (2, 1, 4, EnginePlacement(((2,), (3,)), (), False, "file")),
         (6, 1, 8, EnginePlacement(((6,), (7,)), (), False, "file")),
         (3, 1, 4, EnginePlacement(((3,),), (), False, "file")),
-        (2, 1, 2, EnginePlacement(((0,), (1,)), (0, 1), True, "file")),
-        (4, 2, 4, EnginePlacement(((0, 1), (2, 3)), (0, 1, 2, 3), True, "file")),
+        (2, 1, 2, EnginePlacement(((0,), (1,)), (0, 1), True, "ipc")),
+        (4, 2, 4, EnginePlacement(((0, 1), (2, 3)), (0, 1, 2, 3), True, "ipc")),
         (2, 2, 4, EnginePlacement(((2, 3),), (), False, "file")),
-        (3, 2, 4, EnginePlacement(((0, 1),), (0, 1), True, "file")),
+        (3, 2, 4, EnginePlacement(((0, 1),), (0, 1), True, "ipc")),
         (1, 2, 2, EnginePlacement(((0, 1),), (0,), True, "ipc")),
     ],
 )
@@ -55,11 +55,11 @@ def test_an_engine_for_each_rank_on_spare_gpus_or_on_its_own(
 
 def test_settings_take_precedence() -> None:
     shared = engine_placement(config_of(2, gpu_ids=[1]), 4)
-    assert shared == EnginePlacement(((1,),), (1,), True, "file")
+    assert shared == EnginePlacement(((1,),), (1,), True, "ipc")
     several = engine_placement(config_of(2, gpu_ids=[3, 1, 2, 0], parallel=2), 4)
     assert several == EnginePlacement(((3, 1), (2, 0)), (1, 0), True, "file")
     one = engine_placement(config_of(4, num_engines=1), 4)
-    assert one == EnginePlacement(((0,),), (0,), True, "file")
+    assert one == EnginePlacement(((0,),), (0,), True, "ipc")
     two = engine_placement(config_of(1, num_engines=2), 4)
     assert two == EnginePlacement(((2,), (3,)), (), False, "file")
     leaving = config_of(1)
@@ -106,10 +106,27 @@ def test_ranks_that_share_passes_are_groups() -> None:
     assert rank_choices(config, 7) == [6]
 
 
-@pytest.mark.parametrize("backend", ["ipc", "nccl"])
-def test_sharded_weights_cannot_be_shared(backend: str) -> None:
-    with pytest.raises(ConfigError, match=f"as the weights are sharded over 2 GPUs, got {backend}"):
-        engine_placement(config_of(2, weight_sync_backend=backend), 4)
+def test_sharded_weights_are_read_where_ranks_gather_them() -> None:
+    with pytest.raises(ConfigError, match="as the weights are sharded over 2 GPUs, got nccl"):
+        engine_placement(config_of(2, weight_sync_backend="nccl"), 4)
+    with pytest.raises(ConfigError, match=r"as no rank has the engines' GPUs \[2, 3\], got ipc"):
+        engine_placement(config_of(2, weight_sync_backend="ipc"), 4)
+    chosen = engine_placement(config_of(2, weight_sync_backend="ipc"), 2)
+    assert chosen == EnginePlacement(((0,), (1,)), (0, 1), True, "ipc")
+
+
+@pytest.mark.spec("async.rank-ipc")
+def test_several_ranks_hand_over_weights_where_all_engines_are_on_their_gpus() -> None:
+    leaving = config_of(2)
+    leaving.trainer.placement.offload_weights = True
+    assert engine_placement(leaving, 2).weight_sync == "ipc"  # there until all are gathered
+    adapted = config_of(2)
+    adapted.trainer.policy.model.lora.rank = 4
+    assert engine_placement(adapted, 2).weight_sync == "file"
+    replicas = config_of(2, engine_init_kwargs={"data_parallel_size": 2})
+    assert engine_placement(replicas, 2).weight_sync == "file"
+    partly = config_of(2, gpu_ids=[1, 2])
+    assert engine_placement(partly, 4).weight_sync == "file"
 
 
 def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:

@@ -13,6 +13,7 @@ from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
 
+BUCKET = 1 << 15  # bytes: of the smallest buckets on ranks' devices
 SMALL = 1 << 13  # bytes: norms, numbers, messages
 FLOAT32 = 4  # bytes of a trained value
 BFLOAT16 = 2  # bytes of a value that an engine gets, and of one that the model's files have
@@ -43,6 +44,7 @@ class Peaks:
 
     loading: list[int]
     syncing: list[int]
+    sharing: list[int]
     saving: list[int]
     resuming: list[int]
     shard: int
@@ -70,6 +72,10 @@ def peaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         with send_by_file(weights, torch.bfloat16, folder=str(folder)):
             syncing = one.peaks()
         one.begin()
+        for bucket in weights.share(torch.bfloat16, BUCKET).pack():
+            del bucket
+        sharing = one.peaks()
+        one.begin()
         one.policy.save(checkpoint / "policy")
         one.optimizer.save(checkpoint)
         ranks.files.start(checkpoint)
@@ -85,6 +91,7 @@ def peaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Peaks(
         loading,
         syncing,
+        sharing,
         saving,
         resuming,
         shard=shards // FLOAT32,
@@ -113,6 +120,11 @@ def test_no_rank_allocates_more_than_its_shard_and_a_stored_tensor(peaks: Peaks)
     assert first <= BFLOAT16 * peaks.layer + stored + BFLOAT16 * peaks.tensor + SMALL
     for peak in others:
         assert 0 < peak <= stored + SMALL
+    # Two buckets, and what rank 0 holds of a file. Of one bucket the tensors wait to be packed.
+    slot = max(BUCKET, BFLOAT16 * peaks.tensor)
+    gathered = BFLOAT16 * peaks.layer + stored + BFLOAT16 * peaks.tensor
+    for peak in peaks.sharing:
+        assert 2 * slot < peak <= 2 * slot + gathered + slot + SMALL
 
 
 def test_the_bounds_are_less_than_the_model(peaks: Peaks) -> None:
@@ -121,3 +133,4 @@ def test_the_bounds_are_less_than_the_model(peaks: Peaks) -> None:
     assert max(peaks.resuming) < 2 * whole
     assert max(peaks.saving) < 3 * whole
     assert max(peaks.syncing) < BFLOAT16 * peaks.whole
+    assert max(peaks.sharing) < BFLOAT16 * peaks.whole

@@ -173,7 +173,9 @@ def test_ranks_that_share_sequences_get_the_same_part(tmp_path: Path) -> None:
         ranks.traffic.take()
         parts = probe.parts_of_all(PerRank(str))
         traffic = ranks.traffic.take()
+        gathered = [probe.ranks_of(from_each) for from_each in (False, True)]
     assert parts == ["0", "0", "1", "1"]
+    assert gathered == [[0, 2], [0, 1, 2, 3]]  # the same items once, or each rank's own
     assert traffic["traffic/rows_messages"] == 3
 
 

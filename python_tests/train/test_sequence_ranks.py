@@ -1,12 +1,15 @@
 """Ranks that share the tokens of a pass train as one rank does; docs/spec.md section 7."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from _sequence_ranked import SHARED, make_models
 from _trees import agent_batch
+from safetensors.torch import load_file
 from test_ranks import (
     CLOSE,
     SEVERAL_GPUS,
@@ -55,6 +58,22 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "windows and sinks on trees": ("windows and sinks on trees", AlgorithmConfig()),
     "KL to a reference": ("tree", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
 }
+
+
+def test_a_checkpoint_names_the_weights_that_each_of_the_ranks_writes(
+    both: Both, tmp_path: Path
+) -> None:
+    policy = both.shared.policies["one key head"]
+    folder = tmp_path / "policy"
+    policy.save(folder)
+    files = both.shared.ranks.files
+    files.start(tmp_path)
+    files.wait()
+    named = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    saved = {name: path.name for path in folder.glob("*.safetensors") for name in load_file(path)}
+    assert named == saved
+    assert named.keys() == dict(policy.named_weights()).keys()
+    assert len({*named.values()}) == both.shared.ranks.size
 
 
 def by_cost(case: str) -> Any:

@@ -38,12 +38,14 @@ class InferenceEngineConfig:
     )
     weight_sync_backend: str = setting(
         "auto",
-        "how the engine gets new weights. ipc: it reads the trainer's GPU memory; nccl: a "
-        "broadcast from the trainer's GPU to other GPUs; gloo: a broadcast by the CPU; file: a "
-        "safetensors file; reload: the same, loaded by vLLM's own reload_weights, for servers "
-        "without this package. auto: for engines on a cluster nccl, without GPUs gloo; otherwise, "
+        "how the engine gets new weights. ipc: it reads the memory of the trainer's GPU, with "
+        "several ranks each worker that of the rank on its own; nccl: a broadcast from the "
+        "trainer's GPU to other GPUs; gloo: a broadcast by the CPU; file: a safetensors file; "
+        "reload: the same, loaded by vLLM's own reload_weights, for servers without this package. "
+        "auto: for engines on a cluster nccl, without GPUs gloo; on several nodes gloo; otherwise, "
         "where a single rank trains, ipc if the run's own engine shares its GPU, nccl if not, and "
-        "on a CPU the engine reads the trainer's memory; else file",
+        "on a CPU the engine reads the trainer's memory; with several ranks ipc if all GPUs of "
+        "engines have ranks, no LoRA adapter is trained, and its buckets have room; else file",
         choices=("auto", "ipc", "nccl", "gloo", "file", "reload"),
     )
     weight_sync_path: str | None = setting(

@@ -171,6 +171,10 @@ def _sends_files_to_cluster(config: Config) -> bool:
     return has_nodes and _engine(config, "weight_sync_backend") == "file"
 
 
+def _reads_gpu(config: Config) -> bool:
+    return bool(_engine(config, "weight_sync_backend") == "ipc")
+
+
 def _replicas(config: Config) -> int:
     return int(_engine(config, "engine_init_kwargs").get("data_parallel_size", 1))
 
@@ -564,7 +568,7 @@ _MODELS = (
             "engines on servers": "their GPUs are not the trainer's",
             "engines on a cluster": "their GPUs are not the trainer's",
             "router replay": "the probe replays routes while the engine is awake",
-            "weights by CUDA IPC": "they are not on the GPU when the engine loads them",
+            "weights by CUDA IPC": "a single rank's are not on the GPU when the engine loads them",
         },
     ),
     Feature(
@@ -595,7 +599,7 @@ _MODELS = (
         excludes={
             "chosen GPUs of the engine": "Ray numbers the GPUs of each node",
             "replicas of an engine": "num_engines says how many the nodes have",
-            "weights by CUDA IPC": "the weights are sharded over the nodes",
+            "weights by CUDA IPC of ranks": "engines of several nodes get a broadcast",
         },
     ),
     Feature(
@@ -646,7 +650,7 @@ _ENGINES = (
         excludes={
             "engines on servers": "the servers are those of external_server_urls",
             "several policies": "only an engine in the trainer's process has several adapters",
-            "weights by CUDA IPC": "several engines are processes of their own, which read files",
+            "weights by CUDA IPC": "several engines need a rank on each of their GPUs",
         },
     ),
     Feature(
@@ -679,12 +683,25 @@ _ENGINES = (
     Feature(
         name="weights by CUDA IPC",
         setting=f"{ENGINE}.weight_sync_backend",
-        on="ipc",
+        on="ipc, with one rank",
         off="auto or file",
-        is_on=lambda config: _engine(config, "weight_sync_backend") == "ipc",
+        is_on=lambda config: _reads_gpu(config) and config.trainer.placement.num_ranks == 1,
         excludes={
             "engines on servers": "servers read files",
             "engines on a cluster": "an engine there is on GPUs of its own",
+        },
+    ),
+    Feature(
+        name="weights by CUDA IPC of ranks",
+        setting=f"{ENGINE}.weight_sync_backend",
+        on="ipc, with several ranks",
+        off="auto or file",
+        is_on=lambda config: _reads_gpu(config) and config.trainer.placement.num_ranks > 1,
+        excludes={
+            "engines on servers": "servers read files",
+            "engines on a cluster": "an engine there is on GPUs of its own",
+            "replicas of an engine": "weights come to the workers of one replica",
+            "LoRA": "ranks would merge adapters each by itself, and adapters are small",
         },
     ),
     Feature(

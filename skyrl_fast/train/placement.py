@@ -43,15 +43,17 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     | null | given | as many as these are enough for |
 
     With `tensor_parallel_size` and its like, an engine takes several GPUs. A run with several
-    policies, or whose weights are read by CUDA IPC, has one engine unless a number is set. Of
+    policies, or with one rank whose weights are read by CUDA IPC, has one engine unless a number is
+    set. Of
     several nodes that have engines (`Config.spreads_engines`), each has the same, and a part of
     `num_engines`.
 
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
             uses; there are fewer GPUs than `num_engines` needs; `enable_sleep_mode` is true, but no
-            GPU is shared; `weight_sync_backend` is ipc or nccl, but no GPU holds all weights, or
-            several engines read them; or nccl, but a GPU is shared.
+            GPU is shared; `weight_sync_backend` is ipc, but engines are not on GPUs of ranks, or
+            several read those of one rank; or nccl, but no GPU holds all weights, or a GPU is
+            shared.
     """
     # An engine that shares a GPU sleeps during updates. In asynchronous training it generates
     # meanwhile, so it never does.
@@ -75,7 +77,7 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     # In asynchronous training it generates during updates.
     can_sleep = bool(shared) and config.max_staleness == 0
     sleeps = can_sleep if chosen is None else chosen
-    weight_sync = _weight_sync(config, shared, len(engines))
+    weight_sync = _weight_sync(config, gpu_ids, shared, len(engines))
     return EnginePlacement(tuple(engines), shared, sleeps, weight_sync)
 
 
@@ -202,7 +204,8 @@ def _number_of_machine(config: Config) -> int | None:
 
 def _default_number(config: Config, ranks: int, each: int, spare: int) -> int:
     backend = config.generator.inference_engine.weight_sync_backend
-    if config.policies or backend == "ipc":
+    is_single = config.trainer.placement.num_ranks == 1
+    if config.policies or (backend == "ipc" and is_single):
         return 1
     if spare >= each:
         gpus = min(spare, ranks)
@@ -211,15 +214,27 @@ def _default_number(config: Config, ranks: int, each: int, spare: int) -> int:
     return max(1, gpus // each)
 
 
-def _weight_sync(config: Config, shared: tuple[int, ...], num_engines: int) -> str:
+def _weight_sync(
+    config: Config, gpu_ids: Sequence[int], shared: tuple[int, ...], num_engines: int
+) -> str:
     engine = config.generator.inference_engine
-    ranks = config.trainer.placement.num_ranks
+    placement = config.trainer.placement
+    ranks = placement.num_ranks
     backend = engine.weight_sync_backend
+    one_replica = engine.engine_init_kwargs.get("data_parallel_size", 1) == 1
+    # Each rank gathers all weights on its GPU, where its engine may read them. Merged adapters not:
+    # ranks would multiply them each by itself, and receipts need the same bits. Adapters alone are
+    # small, and vLLM takes them from main memory.
+    elsewhere = [gpu for gpu in gpu_ids if gpu not in shared]
+    is_colocated = ranks > 1 and placement.policy_num_nodes == 1 and not elsewhere
+    reads_ranks = is_colocated and one_replica and not config.trains_adapter
     reason = None
-    if backend in ("ipc", "nccl") and ranks > 1:
+    if backend == "nccl" and ranks > 1:
         reason = f"the weights are sharded over {ranks} GPUs"
-    elif backend == "ipc" and num_engines > 1:
-        reason = f"{num_engines} engines are processes of their own, which read files"
+    elif backend == "ipc" and ranks > 1 and elsewhere:
+        reason = f"no rank has the engines' GPUs {elsewhere}"
+    elif backend == "ipc" and ranks == 1 and num_engines > 1:
+        reason = f"{num_engines} engines are processes of their own, which one rank gives files"
     elif backend == "nccl" and shared:
         reason = "NCCL does not connect processes on one GPU"
     if reason is not None:
@@ -230,13 +245,14 @@ def _weight_sync(config: Config, shared: tuple[int, ...], num_engines: int) -> s
         return backend
     if config.spreads_engines:
         return "gloo"
+    if reads_ranks:
+        return "ipc"
     if num_engines > 1:
         return "file"
-    if shared and config.trainer.placement.offload_weights:
+    if shared and placement.offload_weights:
         return "file"
     if shared and ranks == 1:
         return "ipc"
-    one_replica = engine.engine_init_kwargs.get("data_parallel_size", 1) == 1
     if ranks == 1 and one_replica:
         return "nccl"
     return "file"

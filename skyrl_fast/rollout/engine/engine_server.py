@@ -31,13 +31,15 @@ class ServerAccess:
 
     Args:
         key: that its requests need.
-        trainer: address from which weights are broadcast; None: they come as a file.
+        trainer: address of the trainer's group, over which weights come; None: they come as a file.
+        reads_gpu: whether workers read them from the trainer's GPU memory.
         weights_folder: that trainer and server share; None: this machine's shared memory.
     """
 
     key: str = field(repr=False)
     trainer: str | None = None
     weights_folder: str | None = None
+    reads_gpu: bool = False
 
 
 class EngineServer:
@@ -112,6 +114,7 @@ class EngineServer:
             key=access.key,
             weights_folder=access.weights_folder,
             trainer=access.trainer,
+            reads_gpu=access.reads_gpu,
         )
         return {**environment, PARENT_VARIABLE: str(os.getpid())}
 

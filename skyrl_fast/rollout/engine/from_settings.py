@@ -30,7 +30,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     default_num_threads,
     read_model_config,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, GROUPS, IPC
 from skyrl_fast.rollout.engine.weights.transfer import Transport
 from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 from skyrl_fast.system.network_interface import LOOPBACK
@@ -87,12 +87,10 @@ def _make_own_engines(
     if config.num_engines == 1:
         return [VllmEngine(setup)]
     engine = setup.engine
-    if not trained:
-        backend = None
-    elif engine.weight_sync_backend in BACKENDS:
-        backend = engine.weight_sync_backend
+    if trained:
+        backend = setup.weights_group or "file"
     else:
-        backend = "file"
+        backend = None
     result: list[Engine] = []
     for number in range(config.num_engines):
         result.append(
@@ -130,8 +128,9 @@ def _new_access(
     """Return how a new server is used: with a key of its own."""
     return ServerAccess(
         key=secrets.token_urlsafe(32),
-        trainer=address if backend in BACKENDS else None,
+        trainer=address if backend in GROUPS else None,
         weights_folder=engine.weight_sync_path,
+        reads_gpu=backend == IPC,
     )
 
 
@@ -139,7 +138,7 @@ def make_untrained_engines(config: settings.Config, model_path: str) -> list[Eng
     """Return the engines of a model whose weights are not updated, not started."""
     if config.engine_place is not EnginePlace.SERVERS:
         # No adapter is loaded, so that there are no policies to call.
-        setup = replace(make_vllm_setup(config, model_path), policies=())
+        setup = replace(make_vllm_setup(config, model_path), policies=(), reads_ranks=False)
         return _make_own_engines(config, setup, trained=False)
     return _make_remote_engines(config, model_path, weight_sync=None)
 
@@ -209,6 +208,7 @@ def choose_transport(config: settings.Config) -> Transport:
         **dict.fromkeys(BACKENDS, "broadcast"),
         "auto": "memory" if in_memory else "file",
         "reload": "file",
+        IPC: "rank_ipc" if _reads_ranks(config) else IPC,
     }
     transport = TRANSPORTS[names.get(backend, backend)]
     # A server of its own opens files in the folders of weights only.
@@ -263,7 +263,14 @@ def make_vllm_setup(config: settings.Config, model_path: str, *, hub: ModelHub =
         takes_turns=config.max_staleness == 0,
         adapter=_adapter_config(config, model_path),
         policies=config.policies,
+        reads_ranks=_reads_ranks(config),
     )
+
+
+def _reads_ranks(config: settings.Config) -> bool:
+    """Return whether weights come from several ranks by CUDA IPC; a single one needs no buckets."""
+    is_ipc = config.generator.inference_engine.weight_sync_backend == IPC
+    return is_ipc and config.trainer.placement.num_ranks > 1
 
 
 def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] | None:

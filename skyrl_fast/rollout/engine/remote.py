@@ -58,7 +58,7 @@ from skyrl_fast.rollout.engine.serve_guard import (
     LOAD_ADAPTER,
     TRAINER_HEADER,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS, SECONDS, GroupSeconds
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, GROUPS, SECONDS, GroupSeconds
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
@@ -78,7 +78,7 @@ HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
 MAX_SENDS = 3  # attempts for a request whose connection broke, or that found no time
 CLAIM_BYTES = 16
-EXTENDED = ("file", *BACKENDS)  # need this package's worker extension and guard
+EXTENDED = ("file", *GROUPS)  # need this package's worker extension and guard
 RPC = "/collective_rpc"
 COMPLETIONS = "/v1/completions"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
@@ -146,7 +146,8 @@ class RemoteEngine(Engine):
     Args:
         weight_sync: "file", "gloo" or "nccl": the server runs with this package's worker extension;
             "reload": vLLM's own reload_weights, or load_lora_adapter, reads the folder; None: its
-            weights are never updated, so that any `vllm serve` will do.
+            weights are never updated, so that any `vllm serve` will do. A `StartedEngine` may get
+            them by "ipc", too.
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
         adapter: config of the LoRA adapter that it gets as new weights, as for `VllmSetup`.
@@ -155,6 +156,7 @@ class RemoteEngine(Engine):
     """
 
     starts_with_model = False  # it may have been given other weights before
+    weight_syncs: tuple[str, ...] = ("file", *BACKENDS, "reload")
     weights_dtype: torch.dtype | None = None
 
     def __init__(
@@ -172,10 +174,10 @@ class RemoteEngine(Engine):
         transport: Any = None,
         limits: ServerLimits = LIMITS,
     ) -> None:
-        choices = (*EXTENDED, "reload")
-        if weight_sync not in (*choices, None):
+        if weight_sync not in (*self.weight_syncs, None):
             raise ValueError(
-                f"RemoteEngine: weight_sync: expected one of {choices}, got {weight_sync!r}"
+                f"{type(self).__name__}: weight_sync: expected one of {self.weight_syncs}, got "
+                f"{weight_sync!r}"
             )
         if importlib.util.find_spec("httpx") is None:
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
@@ -263,7 +265,7 @@ class RemoteEngine(Engine):
             with self._parsing(RPC):
                 dtypes = list(map(str, entries(answer["results"])))
             self.weights_dtype = find_common_dtype(dtypes)
-            if self._weight_sync in BACKENDS:
+            if self._weight_sync in GROUPS:
                 await self._join_workers(self._weight_sync, len(dtypes))
 
     async def _join_workers(self, backend: str, num_workers: int) -> None:
@@ -418,8 +420,8 @@ class RemoteEngine(Engine):
         if self._weight_sync == "reload":
             folder = str(Path(call.arguments[0]).parent)
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        # Weights are broadcast once: workers that are called again would wait for others.
-        once = self._weight_sync in BACKENDS
+        # Buckets come once: workers that are called again would wait for others.
+        once = self._weight_sync in GROUPS
         load = partial(self._post, RPC, json=body, timeout=CONTROL_SECONDS, once=once)
         return await call.make(self._sender, load)
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, IPC
 from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY, LOAD
 from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 from skyrl_fast.rollout.engine.weights.transports.file import check_path
@@ -41,6 +41,7 @@ CLAIM_FIRST = "first"  # takes the server from another trainer, which may have b
 CLAIM_AGAIN = "again"  # after the server was restarted
 ADAPTER_VARIABLE = "SKYRL_FAST_ADAPTER"
 SLEEPS_VARIABLE = "SKYRL_FAST_SLEEPS"  # set where the server's trainer shares its GPUs
+READS_GPU_VARIABLE = "SKYRL_FAST_READS_GPU"  # set where it opens the memory of its trainer there
 LOAD_ADAPTER = "/v1/load_lora_adapter"  # as vLLM has it, for an adapter that workers have
 MAX_NAME = 100  # length of an adapter's name: its trainer and version
 MAX_PORT = 2**16
@@ -68,6 +69,7 @@ class EngineGuard(HttpGuard):
                 trainer=trainer,
                 adapter=adapter,
                 sleeps=SLEEPS_VARIABLE in os.environ,
+                reads_gpu=READS_GPU_VARIABLE in os.environ,
             ),
             key=os.environ[KEY_VARIABLE],
             max_body_bytes=MAX_BODY_BYTES,
@@ -133,15 +135,18 @@ def guard_environment(
     trainer: str | None = None,
     adapter: Mapping[str, Any] | None = None,
     sleeps: bool = False,
+    reads_gpu: bool = False,
 ) -> dict[str, str]:
     """Return the variables that `EngineGuard` reads.
 
     Args:
         key: of the requests.
         folders: of weights.
-        trainer: address of one that broadcasts.
+        trainer: address of one whose group the workers join.
         adapter: config of the adapter that the trainer sends.
         sleeps: whether the trainer may let the server free its GPUs' memory.
+        reads_gpu: whether the group is one by CUDA IPC: the workers open GPU memory by handles that
+            the trainer sends. Only for a server that the trainer has started.
     """
     if trainer is None:
         broadcasts = {}
@@ -152,8 +157,9 @@ def guard_environment(
     else:
         adapts = {ADAPTER_VARIABLE: json.dumps(adapter)}
     rests = {SLEEPS_VARIABLE: "1"} if sleeps else {}
+    reads = {READS_GPU_VARIABLE: "1"} if reads_gpu else {}
     shared = os.pathsep.join(map(str, folders))
-    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: shared, **broadcasts, **adapts, **rests}
+    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: shared, **broadcasts, **adapts, **rests, **reads}
 
 
 def engine_routes(
@@ -162,8 +168,10 @@ def engine_routes(
     trainer: str | None = None,
     adapter: str | None = None,
     sleeps: bool = False,
+    reads_gpu: bool = False,
 ) -> list[Route]:
     more = []
+    check = partial(_check_call, folders, trainer, adapter, reads_gpu)
     if adapter is not None:
         more.append(Route("POST", LOAD_ADAPTER, check=_check_name))
     if sleeps:
@@ -173,7 +181,7 @@ def engine_routes(
         Route("GET", "/health"),
         Route("GET", "/v1/models"),
         Route("POST", "/v1/completions", check=keep_body),
-        Route("POST", "/collective_rpc", check=partial(_check_call, folders, trainer, adapter)),
+        Route("POST", "/collective_rpc", check=check),
         *more,
         Route("POST", "/pause", queries=(PAUSE_QUERY,)),
         Route("POST", "/resume"),
@@ -214,7 +222,11 @@ def _check_adapter(call: Mapping[Any, Any], adapter: str | None) -> dict[str, An
 
 
 def _check_call(
-    folders: Sequence[Path], trainer: str | None, adapter: str | None, body: bytes
+    folders: Sequence[Path],
+    trainer: str | None,
+    adapter: str | None,
+    reads_gpu: bool,
+    body: bytes,
 ) -> bytes:
     allowed: dict[str, Any]
     match _parse(body):
@@ -222,7 +234,7 @@ def _check_call(
             method.startswith(LOAD) and rest.keys() <= KWARGS
         ):
             transport = TRANSPORTS.get(method.removeprefix(LOAD))
-            if transport:
+            if transport and (reads_gpu or not transport.reads_gpu):
                 checked = transport.check(arguments, folders, trainer)
             else:
                 checked = None
@@ -241,8 +253,9 @@ def _check_call(
             "args": [str(backend), str(address), int(port), int(size)],
             **rest,
         } if not rest:
+            backends = (IPC,) if reads_gpu else BACKENDS
             # Any other address would be one that the server connects to for whoever asks.
-            if backend not in BACKENDS or address != trainer:
+            if backend not in backends or address != trainer:
                 raise RefusedError(403, "expected the broadcast of this server's trainer")
             if not (0 < port < MAX_PORT and 1 < size < MAX_MEMBERS):
                 raise RefusedError(403, "expected a port and a number of members")

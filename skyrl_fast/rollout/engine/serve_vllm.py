@@ -50,6 +50,7 @@ def serve_environment(
     key: str,
     weights_folder: str | None = None,
     trainer: str | None = None,
+    reads_gpu: bool = False,
 ) -> dict[str, str]:
     """Return the server's environment variables; they enable the calls for weights and pauses."""
     defaults = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
@@ -60,6 +61,7 @@ def serve_environment(
         trainer=trainer,
         adapter=setup.adapter,
         sleeps=bool(setup.engine.enable_sleep_mode),
+        reads_gpu=reads_gpu,
     )
     return {**defaults, **environment, **guard}
 

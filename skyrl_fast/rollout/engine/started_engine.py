@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.engine_server import EngineServer, ServerAccess
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.group import IPC
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.system.tasks import ignore_result
 
@@ -56,6 +57,7 @@ class StartedEngine(RemoteEngine):
     """
 
     starts_with_model = True  # its server is always a new one
+    weight_syncs = (*RemoteEngine.weight_syncs, IPC)  # its server may be on the trainer's GPUs
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     missing_library,
     socket_folder,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS, SECONDS, GroupSeconds
+from skyrl_fast.rollout.engine.weights.group import SECONDS, GroupSeconds
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
@@ -234,12 +234,11 @@ class VllmEngine(Engine):
             patches = await self._answer(vllm.llm.collective_rpc("apply_patches"))
             dtypes = await self._answer(vllm.llm.collective_rpc("weights_dtype"))
         self.weights_dtype = find_common_dtype(dtypes)
-        if self._setup.engine.weight_sync_backend in BACKENDS:
-            await self._join_workers(len(dtypes))
+        if self._setup.weights_group is not None:
+            await self._join_workers(self._setup.weights_group, len(dtypes))
         log.info("%s", describe_patches(patches))
 
-    async def _join_workers(self, num_workers: int) -> None:
-        backend = self._setup.engine.weight_sync_backend
+    async def _join_workers(self, backend: str, num_workers: int) -> None:
         try:
             seconds = self._group_seconds
             sender = BroadcastSender(backend, num_workers=num_workers, seconds=seconds)

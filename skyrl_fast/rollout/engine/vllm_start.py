@@ -26,6 +26,7 @@ import torch
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.config.engine import LORA_RANKS
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, IPC
 from skyrl_fast.system.main_guard import Place
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,6 +86,7 @@ class VllmSetup:
             it gets the model's own weights.
         policies: names of the policies, each with an adapter of this config; empty: one.
         served_adapters: those that come with requests; None: none do.
+        reads_ranks: whether several ranks hand it its weights on their GPUs.
         on_cpu: whether it computes on the CPU; None: if torch finds no GPU where it starts.
     """
 
@@ -98,7 +100,16 @@ class VllmSetup:
     adapter: dict[str, Any] | None = None
     policies: tuple[str, ...] = ()
     served_adapters: ServedAdapters | None = None
+    reads_ranks: bool = False
     on_cpu: bool | None = None
+
+    @property
+    def weights_group(self) -> str | None:
+        """Backend of the group over which it gets weights; None: it is in none."""
+        if self.reads_ranks:
+            return IPC
+        backend = self.engine.weight_sync_backend
+        return backend if backend in BACKENDS else None
 
     @property
     def computes_on_cpu(self) -> bool:

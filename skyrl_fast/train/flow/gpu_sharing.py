@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from skyrl_fast.config import Config
 from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.weights.buckets import TensorInfo
+from skyrl_fast.rollout.engine.weights.buckets import Bucket, TensorInfo
 from skyrl_fast.rollout.engine.weights.tensor_file import StreamedWeights
+from skyrl_fast.rollout.engine.weights.transports.rank_ipc import RankBuckets, RankWeights
 from skyrl_fast.system.torch_threads import end_torch_threads
 from skyrl_fast.train.model.policy import Policy
 
@@ -80,6 +82,17 @@ class ThenMakeRoom(Iterable[tuple[str, torch.Tensor]]):
         if isinstance(self._weights, StreamedWeights):
             return self._weights.infos(dtype)
         return None
+
+    def share(self, dtype: torch.dtype | None, bucket_bytes: int) -> RankBuckets:
+        """See `RankWeights`."""
+        assert isinstance(self._weights, RankWeights)
+        buckets = self._weights.share(dtype, bucket_bytes)
+
+        def pack() -> Iterator[Bucket]:
+            yield from buckets.pack()
+            self._make_room()
+
+        return replace(buckets, pack=pack)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._weights

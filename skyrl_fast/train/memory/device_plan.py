@@ -108,6 +108,8 @@ class MemoryPlan:
             the settings leave open.
         offloads_weights: whether it fits only as weights are in main memory while engines generate,
             which the settings leave open.
+        sends_files: whether it fits only, or lacks less, as weights go to engines by file and not
+            by buckets on the ranks' GPUs, which the settings leave open.
         drawing: which GPU holds which rank and engine; "": there is one GPU, or none.
     """
 
@@ -119,6 +121,7 @@ class MemoryPlan:
     remedies: Remedies | None = None
     offloads_moments: bool = False
     offloads_weights: bool = False
+    sends_files: bool = False
     drawing: str = ""
 
     @property

@@ -368,6 +368,13 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
     return dtype_of(config.engine_dtype).itemsize * size.parameters
 
 
+def handed_over_item(config: Config, size: ModelSize) -> Item:
+    """Return a layer as the engine gets it, and the largest weight in float32."""
+    item = dtype_of(config.engine_dtype).itemsize
+    largest = FLOAT32_BYTES * size.vocab_size * size.hidden_size
+    return Item("a layer that is handed over", item * size.layer_parameters + largest)
+
+
 def broadcast_bytes(config: Config, size: ModelSize) -> int:
     """Return the bytes of the largest bucket of a broadcast."""
     item = dtype_of(config.engine_dtype).itemsize

@@ -30,6 +30,7 @@ from skyrl_fast.train.memory.parts import (
     dtype_of,
     engine_item,
     engine_weight_bytes,
+    handed_over_item,
     host_bytes,
     largest_update,
     offloaded_bytes,
@@ -252,9 +253,16 @@ class _Planner:
         by = config.generator.inference_engine.weight_sync_backend
         is_on_cluster = self._with_engine and config.engine_place is EnginePlace.CLUSTER
         on_cluster = is_on_cluster and by in ("auto", "nccl")
-        return _plan(
-            config, measure, self._capacity, engine, in_use=self._in_use, on_cluster=on_cluster
+        make = partial(
+            _plan, config, measure, self._capacity, in_use=self._in_use, on_cluster=on_cluster
         )
+        plan = make(engine)
+        if engine is None or by != "auto" or plan.fits or not _reads_ranks(config, engine):
+            return plan
+        by_file = make(replace(engine, weight_sync="file"))
+        if by_file.lacking_bytes < plan.lacking_bytes:
+            return replace(by_file, sends_files=True)
+        return plan
 
     def plan_changed(
         self, config: Config, settings: dict[str, Any], *, with_activations: bool = True
@@ -333,11 +341,15 @@ def _plan(
         host = offloaded_bytes(config, size)
         return MemoryPlan(alone, None, host, *spare_bytes(config, measure, alone), drawing=drawing)
     context = Item("engine: CUDA context", CONTEXT_BYTES)
-    if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
+    reads_ranks = _reads_ranks(config, engine)
+    if reads_ranks:
+        sent = replace(sent, name="buckets of weights for engines")
+    if engine.weight_sync == "nccl" or reads_ranks:
         received = RECEIVED_BUCKETS * bucket
         context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)
-        trainer = [*trainer, sent]
-    readers = _reader_items(engine)
+        trainer = [sent, *trainer]
+    readers = _reader_items(engine, ranks=placement.num_ranks)
+    staying = [sent] if reads_ranks else []  # on the trainer's GPU
     if not engine.shared:
         trainer = [*readers, *trainer]
     # On the engine's fullest GPU.
@@ -347,14 +359,15 @@ def _plan(
         together = [context]
     offloads = engine.sleeps and config.offloads_base(EnginePlace.HERE_ASLEEP)
     if engine.sleeps:
-        together = [*resident, probe_item(config, size), *readers, context]
+        together = [*resident, probe_item(config, size), *staying, *readers, context]
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     leaves = engine.sleeps and config.offloads_weights(EnginePlace.HERE_ASLEEP)
     if leaves:
         stay = resident_moments(config, measure)
-        together = [*stay, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
+        with_context = [*stay, Item("trainer: CUDA context", CONTEXT_BYTES)]
+        together = [*with_context, *staying, *readers, context]
     used = total_bytes([*before, *together])
     part, share = engine_item(config, size, len(engine.engines[0]), capacity, used)
     shared = engine.shared
@@ -376,7 +389,9 @@ def _plan(
             engine_bytes = math.ceil(engine_weight_bytes(config, size) / gpus_of_engine)
             loaded = Item("engine: weights", engine_bytes)
             probe = probe_item(config, size)
-            both = [*before, *resident, probe, *readers, context, loaded]
+            both = [*before, *resident, probe, *staying, *readers, context, loaded]
+            if reads_ranks:
+                both.append(handed_over_item(config, size))
             devices += _devices(shared, both, capacity, ", hand-over")
     updates = []
     for device in devices:
@@ -395,9 +410,17 @@ def _plan(
     return MemoryPlan(tuple(devices), share, host, held, logits, drawing=drawing)
 
 
-def _reader_items(engine: EnginePlacement) -> list[Item]:
-    """Return the contexts on the trainer's GPU of workers that compute on others, and read it."""
-    if engine.weight_sync == "ipc":
+def _reads_ranks(config: Config, engine: EnginePlacement) -> bool:
+    """Return whether weights go to engines by buckets on the ranks' GPUs."""
+    return engine.weight_sync == "ipc" and config.trainer.placement.num_ranks > 1
+
+
+def _reader_items(engine: EnginePlacement, *, ranks: int) -> list[Item]:
+    """Return the contexts on the trainer's GPU of workers that compute on others, and read it.
+
+    With several ranks each worker reads the one on its own GPU.
+    """
+    if engine.weight_sync == "ipc" and ranks == 1:
         num_readers = sum(gpu != 0 for gpu in engine.gpu_ids)
     else:
         num_readers = 0

@@ -21,8 +21,10 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.ops import _backend
 from skyrl_fast.rollout.engine.weights.buckets import TensorInfo
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.tensor_file import infos_of
 from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
+from skyrl_fast.rollout.engine.weights.transports.rank_ipc import RankBuckets
 from skyrl_fast.train.model.lm_head import (
     backbone,
     find_head,
@@ -58,6 +60,7 @@ from skyrl_fast.train.model.trained_model import TokenValues, TrainedModel, per_
 from skyrl_fast.train.model.tree_forward import padded_trees
 from skyrl_fast.train.parallel.export import checkpoint_names
 from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_buckets import share_buckets
 from skyrl_fast.train.parallel.rank_shares import Share
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
@@ -118,6 +121,27 @@ class NamedWeights:
             layer = self._under_checkpoint_names({name: empty[name] for name in names})
             result += infos_of(layer, dtype)
         return result
+
+    def share(self, dtype: torch.dtype | None, bucket_bytes: int) -> RankBuckets:
+        """See `RankWeights`.
+
+        Raises:
+            WeightSyncError: a single rank has the weights, or the model has an adapter.
+        """
+        infos = self.infos(dtype)
+        if infos is None or self.policy.has_adapter:
+            # Ranks would multiply adapters each by itself: not always to the same bits.
+            raise WeightSyncError(
+                "weight_sync_backend: ipc: expected several ranks and a policy without an adapter, "
+                f"got {self.policy.ranks.size}, has_adapter={self.policy.has_adapter}"
+            )
+        return share_buckets(
+            self.policy,
+            infos,
+            dtype=self.dtype if dtype is None else dtype,
+            groups=weight_names(self.policy),
+            bucket_bytes=bucket_bytes,
+        )
 
     def _under_checkpoint_names(self, layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         policy = self.policy

@@ -16,6 +16,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.step_batch import OPTIONAL
+from skyrl_fast.rollout.engine.weights.transports.ipc import CUDA, CudaIpc
 from skyrl_fast.train.model.lora import adapter_of, save_adapter, use_adapter
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
@@ -28,6 +29,7 @@ from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supp
 from skyrl_fast.train.model.tree_forward import last_hidden_states
 from skyrl_fast.train.parallel.export import save_pretrained
 from skyrl_fast.train.parallel.per_rank import PerRank
+from skyrl_fast.train.parallel.rank_buckets import OutgoingBuckets
 from skyrl_fast.train.parallel.rank_shares import Share, share_passes
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
@@ -63,6 +65,8 @@ class TrainedModel:
     layout_costs: LayoutCosts | None = None  # decide for each group of rows; None: all alike
     refused_tokens: tuple[int, ...] = ()  # ids that no row may have
     idle: OffloadedStorages | None = None  # weights, once they have left the device
+    outgoing: OutgoingBuckets | None = None  # once engines have read weights from this device
+    cuda_ipc: CudaIpc = CUDA
 
     def __init__(
         self,

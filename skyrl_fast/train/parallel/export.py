@@ -69,7 +69,8 @@ def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
         return [path]
 
     ranks.files.queue(write)
-    return ranks.gather([(name, file, value.nbytes) for name, value in mine.items()])
+    written = [(name, file, value.nbytes) for name, value in mine.items()]
+    return ranks.gather(written, from_each=True)
 
 
 def writers(model: Any, size: int) -> dict[str, int]:

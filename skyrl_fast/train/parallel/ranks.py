@@ -85,13 +85,17 @@ class Ranks:
         if self.size > 1:
             self._members.append(member)
 
-    def gather(self, local: list[R]) -> list[R]:
-        """Return the items of all ranks on rank 0, and only the local ones on the others."""
+    def gather(self, local: list[R], *, from_each: bool = False) -> list[R]:
+        """Return the items of all ranks on rank 0, and only the local ones on the others.
+
+        Args:
+            from_each: count those of ranks that share sequences, which are the same items unless
+                this is true, for each of them.
+        """
         if self.size == 1:
             return local
         if self.rank > 0:
-            # Ranks that share sequences have the same items, which count once.
-            if self.sequence.rank == 0:
+            if from_each or self.sequence.rank == 0:
                 sent = local
             else:
                 sent = []

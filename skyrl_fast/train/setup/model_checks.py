@@ -191,8 +191,11 @@ def plan_run_memory(
         offload_moments(config)
     if plan.offloads_weights:
         placement.offload_weights = True
-        if in_process and engines.weight_sync == "ipc":  # they are not on the GPU by then
+        # They are not on the GPU by then; those of several ranks are until all are gathered.
+        if in_process and engines.weight_sync == "ipc" and placement.num_ranks == 1:
             engine.weight_sync_backend = "file"
+    if plan.sends_files and in_process:
+        engine.weight_sync_backend = "file"
     if plan.engine_share is not None:
         engine.gpu_memory_utilization = plan.engine_share
     return plan

@@ -8,6 +8,7 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ class Bucket:
         size = sum(map(_num_bytes, infos))
         return cls(infos, torch.empty(size, dtype=torch.uint8, device=device))
 
+    @classmethod
+    def within(cls, memory: torch.Tensor, infos: list[TensorInfo]) -> Bucket:
+        size = sum(map(_num_bytes, infos))
+        assert size <= memory.numel()
+        return cls(infos, memory[:size])
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors by name, which share the bucket's memory."""
         start = 0
@@ -56,19 +63,30 @@ def pack_buckets(
     *,
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
+    slots: Sequence[torch.Tensor] = (),
 ) -> Iterator[Bucket]:
-    """Yield all tensors in buckets, in their order; floating-point ones cast to `dtype`, if any."""
+    """Yield all tensors in buckets, in their order; floating-point ones cast to `dtype`, if any.
+
+    Args:
+        slots: memory of the buckets, in turn, (bytes,) uint8; none: each has new memory.
+    """
+    turns = itertools.cycle(slots)
     for group in _group_tensors(weights, dtype, bucket_bytes):
-        yield _pack(group, device)
+        infos = [info for info, _ in group]
+        if slots:
+            bucket = Bucket.within(next(turns), infos)
+        else:
+            bucket = Bucket.empty(infos, device)
+        _pack(group, bucket)
+        yield bucket
+        del bucket
 
 
-def _pack(group: list[tuple[TensorInfo, torch.Tensor]], device: torch.device) -> Bucket:
-    """Return a bucket with these tensors; the list is empty then, so that they can be freed."""
-    bucket = Bucket.empty([info for info, _ in group], device)
+def _pack(group: list[tuple[TensorInfo, torch.Tensor]], bucket: Bucket) -> None:
+    """Copy these tensors to a bucket; the list is empty then, so that they can be freed."""
     for (_, view), (_, tensor) in zip(bucket.tensors(), group, strict=True):
         view.copy_(tensor)
     group.clear()
-    return bucket
 
 
 def _group_tensors(

@@ -1,4 +1,4 @@
-"""A process group of the trainer and its engine's workers, over which weights are broadcast.
+"""A group of the trainer and its engine's workers, over which weights are broadcast.
 
 It is made of torch's backends without `init_process_group`, whose default group the trainer's ranks
 and vLLM use themselves. Each engine has a group, so that the death of one ends no other's.
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from skyrl_fast.system.network_interface import LOOPBACK, address_towards
 
 BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
+IPC = "ipc"  # workers read buckets of ranks on their own GPUs; the group says when
+GROUPS = (*BACKENDS, IPC)
 POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket was sent
 GIVEN_UP = "given up"  # key of the store: the others need not wait
 
@@ -72,7 +74,7 @@ class WeightsGroup:
     """One member's side of the group; the trainer is rank 0.
 
     Args:
-        backend: "nccl", for members on different GPUs, or "gloo".
+        backend: "nccl", for members on different GPUs, "gloo", or "ipc", which moves nothing.
         device: device of the tensors that are broadcast; for gloo the CPU.
         trainer: the trainer's address; gloo listens on the interface to it alone.
         seconds: how long it waits for the others.
@@ -114,7 +116,7 @@ class WeightsGroup:
             # NCCL's watchdog ends the process at this time-out: broadcasts raise before it.
             options._timeout = timedelta(seconds=2 * self._seconds.move)
             self._group = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
-        else:
+        elif self._backend == "gloo":
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=address_towards(self._trainer))]
@@ -160,11 +162,16 @@ class WeightsGroup:
     def broadcast(self, data: torch.Tensor) -> None:
         """Send the trainer's bytes, or receive them; blocks until this member has.
 
+        By "ipc" each worker has copied them before; blocks until all have.
+
         Raises:
             TimeoutError: it was not over in time.
             RuntimeError: a member is gone, or this one was aborted.
         """
         if not data.numel():
+            return
+        if self._backend == IPC:
+            self.meet()
             return
         deadline = time.monotonic() + self._seconds.move
         work = self._group.broadcast(data, 0)

@@ -76,11 +76,11 @@ class WeightUpdateExtension:
         return None
 
     def join_weights_group(self, backend: str, address: str, port: int, size: int) -> None:
-        """Connect with the trainer, for `load_weights_broadcast`."""
-        if backend == "nccl":
-            device = self.device
-        else:
+        """Connect with the trainer, for `load_weights_broadcast` or `load_weights_rank_ipc`."""
+        if backend == "gloo":
             device = torch.device("cpu")
+        else:
+            device = self.device
         group = WeightsGroup(backend, rank=self.rank + 1, size=size, device=device, trainer=address)
         group.connect(store_at(address, port))
         self.weights_group = group

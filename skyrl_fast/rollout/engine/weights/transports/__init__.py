@@ -33,6 +33,11 @@ from skyrl_fast.rollout.engine.weights.transports.ipc import (
     send_by_ipc,
 )
 from skyrl_fast.rollout.engine.weights.transports.memory import SharedMemory, receive_from_memory
+from skyrl_fast.rollout.engine.weights.transports.rank_ipc import (
+    check_rank_ipc_call,
+    receive_by_rank_ipc,
+    send_by_rank_ipc,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class WeightTransport:
             folders and its trainer's address; None: it refuses them.
         finish: called with the worker when all tensors are loaded.
         shares_memory: whether all workers read the same memory of one GPU; they divide its digests.
+        reads_gpu: whether workers open the trainer's GPU memory, as only those of a server do that
+            the run has started on the ranks' GPUs.
     """
 
     send: Callable[[str | None, bool], Transport]
@@ -55,6 +62,7 @@ class WeightTransport:
     )
     finish: Callable[[Any], None] = lambda worker: None
     shares_memory: bool = False
+    reads_gpu: bool = False
 
 
 TRANSPORTS = {
@@ -78,5 +86,12 @@ TRANSPORTS = {
         lambda folder, unnamed: send_by_broadcast,
         lambda worker: receive_by_broadcast(worker.weights_group),
         check=check_broadcast_call,
+    ),
+    "rank_ipc": WeightTransport(
+        lambda folder, unnamed: send_by_rank_ipc,
+        lambda worker, handles: receive_by_rank_ipc(handles, worker.weights_group, worker.cuda_ipc),
+        check=check_rank_ipc_call,
+        finish=lambda worker: finish_ipc(worker.cuda_ipc),
+        reads_gpu=True,
     ),
 }

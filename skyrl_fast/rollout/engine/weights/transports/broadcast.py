@@ -28,7 +28,7 @@ from skyrl_fast.rollout.engine.weights.buckets import (
     read_header,
 )
 from skyrl_fast.rollout.engine.weights.group import (
-    BACKENDS,
+    GROUPS,
     SECONDS,
     GroupSeconds,
     WeightsGroup,
@@ -65,7 +65,18 @@ def send_by_broadcast(
     """
     if isinstance(weights, Iterator):
         weights = dict(distinct_tensors(weights))  # a restarted engine needs them again
-    source = BucketSource(weights, dtype, bucket_bytes=bucket_bytes)
+
+    def pack(device: torch.device) -> Iterator[Bucket]:
+        tensors = distinct_tensors(weights)
+        return pack_buckets(tensors, dtype, device=device, bucket_bytes=bucket_bytes)
+
+    with send_from(BucketSource(pack)) as call:
+        yield call
+
+
+@contextmanager
+def send_from(source: BucketSource) -> Iterator[BroadcastCall]:
+    """Yield the call that loads the buckets of a source, until the end of the context."""
     try:
         yield source.make_calls(1)[0]
     except Exception:
@@ -79,17 +90,28 @@ def send_by_broadcast(
 def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that the trainer sends, in its order; the next bucket comes meanwhile.
 
-    A bucket's memory is not used again: vLLM holds tensors until their layer is complete.
-
     Raises:
         RuntimeError: the trainer does not send in time, is gone, or sends something else.
+    """
+    return receive_buckets(group, read=lambda data: None)
+
+
+def receive_buckets(
+    group: WeightsGroup, *, read: Callable[[torch.Tensor], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of buckets, see `receive_by_broadcast`.
+
+    A bucket's memory is not used again: vLLM holds tensors until their layer is complete.
+
+    Args:
+        read: fills a bucket's memory where the group moves nothing.
     """
     # Of the caller: a bucket that it has freed is used again only after what it has queued.
     if group.device.type == "cuda":
         stream = torch.cuda.current_stream(group.device)
     else:
         stream = None
-    received = Prefetch(partial(_receive_buckets, group, stream))
+    received = Prefetch(partial(_receive_buckets, group, stream, read))
     (reader,) = received.readers
     try:
         for bucket in reader:
@@ -110,10 +132,13 @@ def check_broadcast_call(
     return []
 
 
-def _receive_buckets(group: WeightsGroup, stream: Any) -> Iterator[Bucket]:
+def _receive_buckets(
+    group: WeightsGroup, stream: Any, read: Callable[[torch.Tensor], None]
+) -> Iterator[Bucket]:
     with torch.cuda.stream(stream):  # None: does nothing
         while (text := group.meet()) != THE_END:
             bucket = Bucket.empty(read_header(text), group.device)
+            read(bucket.data)
             group.broadcast(bucket.data)
             yield bucket
             del bucket
@@ -152,7 +177,7 @@ class BroadcastCall(WorkerCall):
         self, sender: BroadcastSender | None, call: Callable[[], Coroutine[Any, Any, T]]
     ) -> T:
         if sender is None:
-            expected = f"expected one of {', '.join(BACKENDS)} at the engine's start"
+            expected = f"expected one of {', '.join(GROUPS)} at the engine's start"
             raise WeightSyncError(f"weight_sync_backend: {expected}, got another one")
         return await sender.send(self, call())
 
@@ -161,12 +186,23 @@ class BroadcastCall(WorkerCall):
 
 
 class BucketSource:
-    """The buckets of an update, made once for all engines that load them together."""
+    """The buckets of an update, made once for all engines that load them together.
 
-    def __init__(self, weights: Weights, dtype: torch.dtype | None, *, bucket_bytes: int) -> None:
-        self._weights = weights
-        self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
+    Args:
+        pack: makes the buckets, on the senders' device, from the start each time.
+        transport, arguments: of the engines' call.
+    """
+
+    def __init__(
+        self,
+        pack: Callable[[torch.device], Iterator[Bucket]],
+        *,
+        transport: str = "broadcast",
+        arguments: Sequence[Any] = (),
+    ) -> None:
+        self._pack = pack
+        self._transport = transport
+        self._arguments = list(arguments)
         self._pass: Prefetch[Bucket] | None = None
         self._sent = SentWeights()
         self.device = torch.device("cpu")  # set by the senders, which have the same
@@ -178,7 +214,8 @@ class BucketSource:
         self._pass = Prefetch(self._make_buckets, number)
         result: list[BroadcastCall] = []
         for reader in self._pass.readers:
-            result.append(BroadcastCall("broadcast", [], self._sent, self, reader))
+            call = BroadcastCall(self._transport, self._arguments, self._sent, self, reader)
+            result.append(call)
         return result
 
     def raise_error(self) -> None:
@@ -191,10 +228,7 @@ class BucketSource:
             self._pass.close()
 
     def _make_buckets(self) -> Iterator[Bucket]:
-        tensors = distinct_tensors(self._weights)
-        for bucket in pack_buckets(
-            tensors, self._dtype, device=self.device, bucket_bytes=self._bucket_bytes
-        ):
+        for bucket in self._pack(self.device):
             for name, tensor in bucket.tensors():
                 self._sent.add(name, tensor)  # as it is sent: a wrong cast or copy differs
             yield bucket

@@ -36,6 +36,10 @@ class CudaIpc:
         """Free memory that the other process has returned."""
         torch.cuda.ipc_collect()
 
+    def name_gpu(self, device: torch.device) -> str:
+        """Return the UUID of a device's GPU, which is the same in all processes."""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
 
 CUDA = CudaIpc()
 
@@ -66,7 +70,7 @@ def send_by_ipc(
         )
     cuda.synchronize()
     try:
-        handles = [[name, *_make_handle(tensor, cuda)] for name, tensor in tensors.items()]
+        handles = [[name, *make_handle(tensor, cuda)] for name, tensor in tensors.items()]
     except RuntimeError as error:  # raised by CUDA
         raise WeightSyncError(
             "weight_sync_backend: ipc: CUDA does not share the memory of this process with others: "
@@ -80,7 +84,7 @@ def send_by_ipc(
 
 
 def _share_a_number() -> None:
-    _make_handle(torch.zeros(1, device="cuda"), CUDA)
+    make_handle(torch.zeros(1, device="cuda"), CUDA)
     CUDA.collect()
 
 
@@ -120,7 +124,7 @@ def finish_ipc(cuda: CudaIpc = CUDA) -> None:
     cuda.collect()
 
 
-def _make_handle(tensor: torch.Tensor, cuda: CudaIpc) -> list[Any]:
+def make_handle(tensor: torch.Tensor, cuda: CudaIpc) -> list[Any]:
     """Return what another process needs to read the tensor while it exists here."""
     # The arguments of rebuild_cuda_tensor.
     _, (_, size, stride, offset, _, dtype, *storage) = cuda.reduce(tensor.detach())

@@ -49,7 +49,8 @@ from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_pat
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
-RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "Qwen/" in path.read_text()]
+RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "of 80 GB:" in path.read_text()]
+PUBLIC_TASKS = EXAMPLES.parent / "docs/guide/public_tasks.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -922,6 +923,30 @@ def test_published_recipes_fit_the_gpus_that_they_name(recipe: Path, tmp_path: P
     words, each = {1: "One GPU", 2: "Two GPUs", 4: "Four GPUs"}, " on each" * (num_gpus > 1)
     needs = f"an update needs {plan.devices[0].total / GIB:.0f} GiB{each}, while the engine sleeps."
     assert f"# {words[num_gpus]} of 80 GB: by `skyrl-fast plan` {needs}" in recipe.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("files", "capacity", "row"),
+    [
+        (["qwen3_4b"], 22 * GIB, "| qwen3_4b.yaml | one of 24 GB |"),
+        (["qwen3_4b"], 44 * GIB, "| qwen3_4b.yaml | one of 48 GB |"),
+        (["qwen3_4b", "eight_gpus"], 44 * GIB, "| with eight_gpus.yaml | eight of 48 GB |"),
+    ],
+)
+def test_larger_models_of_public_tasks_need_what_their_page_says(
+    files: list[str], capacity: int, row: str, tmp_path: Path
+) -> None:
+    paths = [EXAMPLES / f"bfcl/{name}.yaml" for name in files]
+    config = load_config(paths[0], [str(path) for path in paths[1:]])
+    name = str(config.trainer.policy.model.path)
+    config.trainer.policy.model.path = str(model_folder(tmp_path, name))
+    plan = plan_memory(config, capacity=capacity)
+    assert plan.fits, str(plan)
+    update = plan.devices[0].total / GIB
+    cache = sizes(plan, 1)["engine: weights and KV cache"] / GIB
+    assert f"{row} {update:.1f} | {cache:.1f} |" in PUBLIC_TASKS.read_text()
+    assert f"an update needs {update:.1f} GiB" in paths[-1].read_text()
 
 
 def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,8 +229,22 @@ FAULTS = (
     Fault(
         "a worker reads the GPU of any rank",
         "skyrl_fast/rollout/engine/weights/transports/rank_ipc.py",
-        "memory = open_bytes(handles[gpu], group.device, cuda)",
-        "memory = open_bytes(next(iter(handles.values())), group.device, cuda)",
+        "return open_bytes(handles[gpu], device, cuda)",
+        "return open_bytes(next(iter(handles.values())), device, cuda)",
+        ("rollout/test_rank_ipc.py",),
+    ),
+    Fault(
+        "members wait for a worker that has failed",
+        "skyrl_fast/rollout/engine/weights/transports/broadcast.py",
+        "        group.give_up()  # no member waits for this one\n",
+        "",
+        ("rollout/test_rank_ipc.py",),
+    ),
+    Fault(
+        "a pass over weights that another has overtaken ends as complete",
+        "skyrl_fast/train/parallel/rank_buckets.py",
+        "    if current != number:",
+        "    if bucket is not None and current != number:",
         ("rollout/test_rank_ipc.py",),
     ),
     Fault(

@@ -1,6 +1,7 @@
 """Small real models of several architectures, and memory measured on them."""
 
 import contextlib
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -153,10 +154,14 @@ def peak_bytes(
     return allocated_peak(run)
 
 
+MOMENT = 0.05  # seconds
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operators of a thread make, while any thread holds them.
 
-    torch's profiler does not see what another thread frees, such as gloo's.
+    torch's profiler does not see what another thread frees, such as gloo's, which does so a moment
+    after the operator has returned.
     """
 
     def __init__(self) -> None:
@@ -175,11 +180,17 @@ class LiveBytes(TorchDispatchMode):
             reference = StorageWeakRef(storage)
             if not self._has(self._before.get(reference.cdata)):
                 self._made[reference.cdata] = (reference, storage.nbytes())
+        deadline = time.monotonic() + MOMENT
+        while (live := self._live()) > self.peak and time.monotonic() < deadline:
+            time.sleep(MOMENT / 10)
+        self.peak = max(self.peak, live)
+        return result
+
+    def _live(self) -> int:
         for key, (reference, _) in list(self._made.items()):
             if reference.expired():
                 del self._made[key]
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
-        return result
+        return sum(size for _, size in self._made.values())
 
     @staticmethod
     def _has(reference: StorageWeakRef | None) -> bool:

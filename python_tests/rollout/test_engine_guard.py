@@ -252,7 +252,7 @@ def test_handles_of_gpu_memory_are_for_servers_of_the_run_alone(
     for name, value in guard_environment(KEY, [shared], **options).items():
         monkeypatch.setenv(name, value)
     guard = EngineGuard(app)
-    handle = [64, 0, "00ff", 64, 0, False, "0a", 3, "", True]
+    handle = [64, 0, "00ff", 64, 0, False, "0a", 3, "0b", True]
     calls = {
         "load_weights_rank_ipc": [json.dumps({"GPU-0": handle})],
         "join_weights_group": ["ipc", "127.0.0.1", 4000, 3],

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,12 +22,15 @@ from _weights import no_sending_thread
 
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.vllm_engine import Vllm
-from skyrl_fast.rollout.engine.weights.group import IPC, WeightsGroup
+from skyrl_fast.rollout.engine.weights.buckets import pack_buckets
+from skyrl_fast.rollout.engine.weights.group import IPC, SECONDS, WeightsGroup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_buckets, send_buckets
 from skyrl_fast.rollout.engine.weights.transports.rank_ipc import (
     check_rank_ipc_call,
     open_bytes,
+    receive_by_rank_ipc,
     send_by_rank_ipc,
     share_bytes,
 )
@@ -34,6 +40,7 @@ from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
+NO_GPU_OF_MINE = json.dumps({"GPU-0": [64, 0, "aa", 64, 0, False, "bb", 0, "cc", True]})
 BUCKET = 2048  # bytes: most weights are alone in one, of which the largest is the size
 send = partial(send_by_rank_ipc, bucket_bytes=BUCKET)
 
@@ -178,7 +185,8 @@ def test_another_pass_ends_the_one_before(policy: Policy) -> None:
     next(before)
     others = shared.pack()
     first = next(others)
-    assert next(before, None) is None  # and takes none of the others' buckets
+    with pytest.raises(WeightSyncError, match="another one has begun"):
+        next(before)  # and takes none of the others' buckets
     names = list(first.infos)
     for bucket in others:
         names += bucket.infos
@@ -272,7 +280,53 @@ def test_a_handle_is_text_and_opened_on_the_readers_device() -> None:
         [json.dumps({"GPU-0": handle[:-1]})],
         [json.dumps({"GPU-0": [-64, *handle[1:]]})],
         [json.dumps({"GPU-0": [63, *handle[1:]]})],
+        [json.dumps({"GPU-0": [0, *handle[1:]]})],
+        [json.dumps({"GPU-0": [handle[0], True, *handle[2:]]})],
+        [json.dumps({"GPU-0": [handle[0], 1 << 80, *handle[2:]]})],
+        [json.dumps({"GPU-0": [*handle[:2], "", *handle[3:]]})],
         [json.dumps({"GPU-0": [*handle[:2], "no hex", *handle[3:]]})],
     ):
         assert check_rank_ipc_call(wrong, [], "127.0.0.1") is None, wrong
     assert check_rank_ipc_call([text], [], None) is None
+
+
+def test_a_pass_that_is_left_holds_no_weights(policy: Policy) -> None:
+    before = policy.named_weights(DTYPE).share(DTYPE, BUCKET).pack()
+    next(before)
+    assert policy.outgoing is not None and policy.outgoing.buckets is not None
+    before.close()
+    assert policy.outgoing.buckets is None
+
+
+@pytest.mark.spec("async.rank-ipc")
+@pytest.mark.parametrize("fails", ["opening", "copying"])
+def test_members_do_not_wait_for_a_worker_that_failed(fails: str) -> None:
+    """A call of vLLM's workers ends when the first one does, whichever failed."""
+    store = dist.HashStore()
+    groups = [WeightsGroup(IPC, rank=rank, size=3, device=torch.device("cpu")) for rank in range(3)]
+
+    def copy(data: torch.Tensor) -> None:
+        raise RuntimeError("the GPU is lost")
+
+    def receive(group: WeightsGroup) -> None:
+        if group is groups[1]:
+            deque(receive_buckets(group, read=lambda data: None), maxlen=0)
+        elif fails == "copying":
+            deque(receive_buckets(group, read=copy), maxlen=0)
+        else:
+            deque(receive_by_rank_ipc(NO_GPU_OF_MINE, group, SharedGpu("GPU-9")), maxlen=0)
+
+    def send_all() -> None:
+        tensors = [(f"w{number}", torch.ones(100)) for number in range(5)]
+        buckets = pack_buckets(tensors, None, device=torch.device("cpu"), bucket_bytes=400)
+        send_buckets(groups[0], buckets)
+
+    with ThreadPoolExecutor(3) as pool:
+        for joined in [pool.submit(group.connect, store) for group in groups]:
+            joined.result()
+        started = time.monotonic()
+        waiting = [pool.submit(send_all), *(pool.submit(receive, group) for group in groups[1:])]
+        faults = [str(one.exception()) for one in waiting]
+    assert time.monotonic() - started < SECONDS.ready / 10
+    assert all("aborted" in fault for fault in faults[:2])
+    assert ("the GPU is lost" if fails == "copying" else "got one on GPU-9") in faults[2]

@@ -540,8 +540,8 @@ def test_without_cuda_ipc_weights_go_by_file(small: Path, caplog: pytest.LogCapt
     assert "by file, as CUDA does not share" in caplog.text
     assert "here: CUDA error: operation not supported\n" in caplog.text + "\n"
     asked = config_of(small, f"{key}=ipc")
-    plan_on(without, asked)
-    assert asked.generator.inference_engine.weight_sync_backend == "ipc"
+    with pytest.raises(SetupError, match=r"=ipc: CUDA does not share .* not supported. Set it to"):
+        plan_on(without, asked)
 
 
 @pytest.mark.spec("sync.ipc-missing")
@@ -556,7 +556,10 @@ def test_a_fault_of_cuda_ipc_is_one_line() -> None:
         def reduce(self, tensor: torch.Tensor) -> None:
             refuse()
 
-    assert ipc.find_ipc_fault(lambda: None) == ""
+    assert ipc.find_ipc_fault(lambda: None, {}) == ""
+    segments = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+    wanted = "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments"
+    assert ipc.find_ipc_fault(lambda: None, segments) == wanted
     assert ipc.find_ipc_fault(refuse) == "CUDA error: operation not supported"
     on_gpu = SimpleNamespace(device=torch.device("cuda"), detach=lambda: None)
     refused = "ipc: CUDA does not share .*: CUDA error: operation not supported. Set it to file"

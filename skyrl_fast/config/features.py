@@ -175,6 +175,13 @@ def _reads_gpu(config: Config) -> bool:
     return bool(_engine(config, "weight_sync_backend") == "ipc")
 
 
+def _reads_gpu_of_one(config: Config) -> bool:
+    placement = config.trainer.placement
+    # Where the plan chooses the number of ranks, features are checked again after that.
+    is_open = placement.policy_num_gpus_per_node is None
+    return _reads_gpu(config) and placement.num_ranks == 1 and not is_open
+
+
 def _replicas(config: Config) -> int:
     return int(_engine(config, "engine_init_kwargs").get("data_parallel_size", 1))
 
@@ -685,7 +692,7 @@ _ENGINES = (
         setting=f"{ENGINE}.weight_sync_backend",
         on="ipc, with one rank",
         off="auto or file",
-        is_on=lambda config: _reads_gpu(config) and config.trainer.placement.num_ranks == 1,
+        is_on=_reads_gpu_of_one,
         excludes={
             "engines on servers": "servers read files",
             "engines on a cluster": "an engine there is on GPUs of its own",

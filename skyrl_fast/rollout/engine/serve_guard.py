@@ -42,6 +42,16 @@ CLAIM_AGAIN = "again"  # after the server was restarted
 ADAPTER_VARIABLE = "SKYRL_FAST_ADAPTER"
 SLEEPS_VARIABLE = "SKYRL_FAST_SLEEPS"  # set where the server's trainer shares its GPUs
 READS_GPU_VARIABLE = "SKYRL_FAST_READS_GPU"  # set where it opens the memory of its trainer there
+GUARD_VARIABLES = frozenset(
+    {
+        KEY_VARIABLE,
+        FOLDERS_VARIABLE,
+        TRAINER_VARIABLE,
+        ADAPTER_VARIABLE,
+        SLEEPS_VARIABLE,
+        READS_GPU_VARIABLE,
+    }
+)
 LOAD_ADAPTER = "/v1/load_lora_adapter"  # as vLLM has it, for an adapter that workers have
 MAX_NAME = 100  # length of an adapter's name: its trainer and version
 MAX_PORT = 2**16

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
+from skyrl_fast.rollout.engine.serve_guard import (
+    GUARD_VARIABLES,
+    EngineGuard,
+    guard_environment,
+)
 from skyrl_fast.rollout.engine.vllm_patches.package_version import let_cpu_package_answer
 from skyrl_fast.rollout.engine.vllm_start import (
     SOCKETS,
@@ -63,7 +67,8 @@ def serve_environment(
         sleeps=bool(setup.engine.enable_sleep_mode),
         reads_gpu=reads_gpu,
     )
-    return {**defaults, **environment, **guard}
+    inherited = {name: value for name, value in environment.items() if name not in GUARD_VARIABLES}
+    return {**defaults, **inherited, **guard}
 
 
 def serve(

@@ -369,9 +369,9 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
 
 
 def handed_over_item(config: Config, size: ModelSize) -> Item:
-    """Return a layer as the engine gets it, and the largest weight in float32."""
+    """Return a layer as the engine gets it, and the largest weight in float32 while it is cast."""
     item = dtype_of(config.engine_dtype).itemsize
-    largest = FLOAT32_BYTES * size.vocab_size * size.hidden_size
+    largest = (FLOAT32_BYTES + item) * size.vocab_size * size.hidden_size
     return Item("a layer that is handed over", item * size.layer_parameters + largest)
 
 

@@ -277,8 +277,9 @@ class _Planner:
         if budget is not None and budget * shared < row_length(changed):
             return None
         try:
+            check_features(changed)
             return self.plan(changed, with_activations=with_activations)
-        except ValueError:  # such as ipc with several GPUs
+        except ValueError:  # such as ipc with an adapter
             return None
 
 

@@ -9,12 +9,14 @@ Design: docs/design/020-several-gpus.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from skyrl_fast.rollout.engine.weights.buckets import Bucket, TensorInfo, align_up, pack_buckets
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.tensor_file import num_bytes
 from skyrl_fast.rollout.engine.weights.transfer import distinct_tensors
 from skyrl_fast.rollout.engine.weights.transports.rank_ipc import (
@@ -24,7 +26,7 @@ from skyrl_fast.rollout.engine.weights.transports.rank_ipc import (
     share_bytes,
 )
 from skyrl_fast.train.parallel.export import checkpoint_names
-from skyrl_fast.train.parallel.ranks import run_on_all_ranks
+from skyrl_fast.train.parallel.ranks import RankError, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_weight, weights_of
 from skyrl_fast.train.parallel.traffic import ENGINE
 
@@ -69,9 +71,13 @@ def share_buckets(
 
     def pack() -> Iterator[Bucket]:
         number = _begin(owner, dtype, groups, bucket_bytes)
-        while (bucket := _fill_next(owner, number)) is not None:
-            yield bucket
-            del bucket
+        try:
+            while (bucket := _next_of(owner, number)) is not None:
+                yield bucket
+                del bucket
+        finally:
+            with suppress(RankError):  # ranks that have ended hold nothing
+                _drop(owner, number)
 
     return RankBuckets(dict(handles), pack)
 
@@ -83,6 +89,9 @@ def _allocate(owner: Any, slot_bytes: int) -> list[tuple[str, Handle]]:
     outgoing = owner.outgoing
     size = SLOTS * align_up(slot_bytes)
     if outgoing is None or outgoing.memory.numel() < size:
+        if owner.device.type == "cuda":
+            # A part of a larger block would keep that block as long as the buckets exist.
+            torch.cuda.empty_cache()
         memory = torch.empty(size, dtype=torch.uint8, device=owner.device)
         number = 0 if outgoing is None else outgoing.number
         outgoing = owner.outgoing = OutgoingBuckets(memory, share_bytes(memory, cuda), number)
@@ -106,16 +115,39 @@ def _begin(
     return int(outgoing.number)
 
 
+def _next_of(owner: Any, number: int) -> Bucket | None:
+    """Return the next bucket of a pass when all ranks have filled it. None: there is none left.
+
+    Raises:
+        WeightSyncError: another pass has begun, which has the buckets.
+    """
+    current, bucket = _fill_next(owner, number)
+    if current != number:
+        raise WeightSyncError(
+            f"weight_sync_backend: ipc: expected pass {number} over the weights, got {current}: "
+            "another one has begun"
+        )
+    return bucket
+
+
 @run_on_all_ranks
-def _fill_next(owner: Any, number: int) -> Bucket | None:
-    """Fill the next bucket; return it when all ranks have. None: there is none left."""
+def _fill_next(owner: Any, number: int) -> tuple[int, Bucket | None]:
+    """Fill the next bucket, if the pass is the newest; return the newest, and the bucket."""
     outgoing = owner.outgoing
     bucket: Bucket | None = None
-    if outgoing.buckets is not None and outgoing.number == number:  # else another pass has begun
+    if outgoing.buckets is not None and outgoing.number == number:
         bucket = next(outgoing.buckets, None)
     owner.cuda_ipc.synchronize()  # readers do not wait for this process's streams
     owner.ranks.gather([])
-    return bucket
+    return outgoing.number, bucket
+
+
+@run_on_all_ranks
+def _drop(owner: Any, number: int) -> None:
+    """Free what a pass holds that has not reached its end: a layer, and tensors to be packed."""
+    outgoing = owner.outgoing
+    if outgoing.number == number:
+        outgoing.buckets = None
 
 
 def _gathered(

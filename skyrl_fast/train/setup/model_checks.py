@@ -11,6 +11,7 @@ from pathlib import Path
 
 from skyrl_fast.config import Config, InferenceEngineConfig
 from skyrl_fast.config.distillation import SETTING as DISTILLATION
+from skyrl_fast.config.features import check_features
 from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.ops._backend import main_memory
 from skyrl_fast.train.memory.activations import UnmeasurableError
@@ -155,8 +156,13 @@ def plan_run_memory(
     in_process = with_engine and config.engine_place.is_here
     if in_process:
         engines = engine_placement(config, num_gpus)
-        if engines.weight_sync == "ipc" and engine.weight_sync_backend == "auto":
+        if engines.weight_sync == "ipc":
             fault = gpus.ipc_fault()
+            if fault and engine.weight_sync_backend == "ipc":
+                raise SetupError(
+                    "generator.inference_engine.weight_sync_backend=ipc: CUDA does not share "
+                    f"memory between processes here: {fault}. Set it to file"
+                )
             if fault:
                 logger.warning(
                     "weight_sync_backend=auto: weights go to the engine by file, as CUDA does not "
@@ -218,6 +224,7 @@ def _settle_ranks(config: Config, checkpoint: Path | None, gpus: Gpus, with_engi
             with_engine=with_engine,
         )
     config.trainer.placement.policy_num_gpus_per_node = placement.policy_num_gpus_per_node
+    check_features(config)
 
 
 def _with_folders(config: Config, checkpoint: Path | None) -> Config:

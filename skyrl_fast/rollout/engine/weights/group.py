@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -188,8 +189,9 @@ class WeightsGroup:
         work.wait(timedelta(seconds=self._seconds.move))  # raises what it failed with
 
     def give_up(self) -> None:
-        """Tell the others that they need not wait."""
-        self._store.set(GIVEN_UP, "")
+        """Tell the others that they need not wait; one whose trainer is gone knows it."""
+        with suppress(RuntimeError):
+            self._store.set(GIVEN_UP, "")
 
     def abort(self) -> None:
         """Make this member's pending and later calls fail soon; from any thread."""

@@ -119,6 +119,7 @@ def receive_buckets(
             del bucket
     except BaseException:  # raised by the loader, too
         group.abort()
+        group.give_up()  # no member waits for this one
         raise
     finally:
         received.close()

@@ -7,7 +7,8 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,8 +89,16 @@ def _share_a_number() -> None:
     CUDA.collect()
 
 
-def find_ipc_fault(share: Callable[[], None] = _share_a_number) -> str:
-    """Return why CUDA does not share memory here, as in WSL2 and some containers; "" if it does."""
+def find_ipc_fault(
+    share: Callable[[], None] = _share_a_number, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Return why CUDA does not share memory here, as in WSL2 and some containers; "" if it does.
+
+    Memory of expandable segments is shared by a system call that containers refuse to its reader.
+    """
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").lower():
+            return f"{name} asks for expandable segments"
     try:
         share()
     except RuntimeError as error:

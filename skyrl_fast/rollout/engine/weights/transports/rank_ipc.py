@@ -22,6 +22,7 @@ import torch
 
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES, Bucket
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
+from skyrl_fast.rollout.engine.weights.prefetch import AHEAD
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import Weights
 from skyrl_fast.rollout.engine.weights.transports.broadcast import (
@@ -32,7 +33,7 @@ from skyrl_fast.rollout.engine.weights.transports.broadcast import (
 )
 from skyrl_fast.rollout.engine.weights.transports.ipc import CUDA, CudaIpc, make_handle
 
-SLOTS = 2  # buckets of a rank: one that workers copy, and one that is being filled
+SLOTS = AHEAD + 1  # buckets of a rank: the one that workers copy, and those being filled
 
 # What another process needs to open bytes of a GPU: their number, and how torch shares them.
 Handle = Sequence[Any]
@@ -127,14 +128,11 @@ def receive_by_rank_ipc(
     Raises:
         RuntimeError: no rank has the GPU of the worker, or as by a broadcast.
     """
-    handles = read_handles(text)
-    gpu = cuda.name_gpu(group.device)
-    if gpu not in handles:
-        raise RuntimeError(
-            "weight_sync_backend=ipc: expected a worker on a GPU of the trainer's ranks "
-            f"({', '.join(handles)}), got one on {gpu}"
-        )
-    memory = open_bytes(handles[gpu], group.device, cuda)
+    try:
+        memory = _open_own(read_handles(text), group.device, cuda)
+    except BaseException:
+        group.give_up()  # the trainer and the other workers wait for this one
+        raise
     slots = itertools.cycle(memory.chunk(SLOTS))
     del memory
 
@@ -143,6 +141,17 @@ def receive_by_rank_ipc(
         cuda.synchronize()  # the rank fills it again then
 
     yield from receive_buckets(group, read=read)
+
+
+def _open_own(handles: Mapping[str, Handle], device: torch.device, cuda: CudaIpc) -> torch.Tensor:
+    """Return the memory of the rank on this device's GPU."""
+    gpu = cuda.name_gpu(device)
+    if gpu not in handles:
+        raise RuntimeError(
+            "weight_sync_backend=ipc: expected a worker on a GPU of the trainer's ranks "
+            f"({', '.join(handles)}), got one on {gpu}"
+        )
+    return open_bytes(handles[gpu], device, cuda)
 
 
 def read_handles(text: str) -> dict[str, Handle]:
@@ -181,12 +190,17 @@ def _is_handle(value: Any) -> bool:
         ]:
             numbers = (size, offset, total, start, place)
             texts = (shared, counter, event)
-            return min(numbers) >= 0 and size % SLOTS == 0 and all(map(_is_hex, texts))
+            is_size = 0 < size <= total and size % SLOTS == 0
+            return is_size and all(map(_is_number, numbers)) and all(map(_is_hex, texts))
     return False
+
+
+def _is_number(value: int) -> bool:
+    return not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _is_hex(text: str) -> bool:
     try:
-        return bytes.fromhex(text).hex() == text
+        return bool(text) and bytes.fromhex(text).hex() == text
     except ValueError:
         return False

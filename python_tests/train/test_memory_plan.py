@@ -50,6 +50,7 @@ from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_pat
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
 RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "of 80 GB:" in path.read_text()]
+IPC = "generator.inference_engine.weight_sync_backend=ipc"
 PUBLIC_TASKS = EXAMPLES.parent / "docs/guide/public_tasks.md"
 
 
@@ -857,6 +858,8 @@ def count_proposals(model: Path, memory: str, num_gpus: int, *overrides: str) ->
         ("8GiB", [], 1),  # all weights do not fit
         ("5GiB", ["trainer.policy.model.lora.rank=8"], 1),
         ("7GiB", ["generator.max_input_length=8192"], 4),
+        # No adapter is proposed: ranks hand over none.
+        ("9GiB", [IPC, "trainer.placement.policy_num_gpus_per_node=2"], 2),
         pytest.param(  # with shorter rows
             "3GiB", ["generator.max_input_length=8192"], 1, marks=pytest.mark.slow
         ),
@@ -1098,6 +1101,8 @@ def test_the_plan_divides_a_machine(small: Path) -> None:
     assert ranks_by_plan(small, "79GiB", asynchronous, engines) == 6
     assert ranks_by_plan(small, "2GiB", asynchronous) == 7  # none fits: the most that share weights
     assert ranks_by_plan(small, "79GiB", "trainer.device=cpu") == 1
+    engines = "generator.inference_engine.num_engines=8"
+    assert ranks_by_plan(small, "79GiB", IPC, engines) == 8
     top_k = (
         "trainer.algorithm.distillation.teachers={default: 'http://127.0.0.1:8000'}",
         "trainer.algorithm.distillation.top_k=8",

@@ -121,7 +121,7 @@ def test_an_environment_of_the_template_is_trained(
         assert "step: expected the environment's fields: message: Field required" in failure(
             wrong, tiny_tokenizer
         )
-        trajectories = played(envs, tiny_tokenizer, ["hello"], number=SESSIONS + 1)
+        trajectories = played(envs, tiny_tokenizer, ["hello"], number=SESSIONS + 1, thinks=3.0)
         (full,) = [t.failure for t in trajectories if t.failure is not None]
         assert "CAPACITY_REACHED: Server at capacity: 16/16 sessions active" in full
 

@@ -98,6 +98,18 @@ def scripted(
 RULES = {"role": "user", "content": "Guess a number."}
 
 
+class SlowEngine(ScriptedEngine):
+    """A scripted engine whose answers take so many seconds."""
+
+    def __init__(self, answer: Callable[[Any, int], Any], seconds: float) -> None:
+        super().__init__(answer)
+        self._seconds = seconds
+
+    async def generate(self, *arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(self._seconds)
+        return await super().generate(*arguments, **options)
+
+
 def played(
     envs: OpenEnvs,
     tokenizer: Any,
@@ -106,9 +118,14 @@ def played(
     row: dict[str, Any] | None = None,
     number: int = 1,
     timeout: float = 20.0,
+    thinks: float = 0.0,
     **changes: Any,
 ) -> list[Any]:
-    """Roll out `number` trajectories, whose n-th turns answer with the n-th text."""
+    """Roll out `number` trajectories, whose n-th turns answer with the n-th text.
+
+    Args:
+        thinks: seconds before an answer, in which all trajectories begin.
+    """
 
     def answer(call: Any, n: int) -> Any:
         turn = tokenizer.decode(call.prompt_token_ids).count("assistant\n") - 1
@@ -121,7 +138,7 @@ def played(
         try:
             return await rollout(
                 [prompt],
-                ScriptedEngine(answer),
+                SlowEngine(answer, thinks),
                 tokenizer,
                 factory,
                 config,

@@ -44,9 +44,8 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
 
     With `tensor_parallel_size` and its like, an engine takes several GPUs. A run with several
     policies, or with one rank whose weights are read by CUDA IPC, has one engine unless a number is
-    set. Of
-    several nodes that have engines (`Config.spreads_engines`), each has the same, and a part of
-    `num_engines`.
+    set. Of several nodes that have engines (`Config.spreads_engines`), each has the same, and a
+    part of `num_engines`.
 
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM

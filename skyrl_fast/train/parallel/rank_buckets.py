@@ -27,7 +27,7 @@ from skyrl_fast.rollout.engine.weights.transports.rank_ipc import (
 )
 from skyrl_fast.train.parallel.export import checkpoint_names
 from skyrl_fast.train.parallel.ranks import RankError, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_weight, weights_of
+from skyrl_fast.train.parallel.sharding import cast_weight, full_weight, weights_of
 from skyrl_fast.train.parallel.traffic import ENGINE
 
 
@@ -159,14 +159,10 @@ def _gathered(
         layer = {}
         for name in names:
             # Without a name, which would hold it while the next one is gathered.
-            layer[name] = _cast(full_weight(weights[name], owner.ranks, ENGINE, owner.idle), dtype)
+            layer[name] = cast_weight(
+                full_weight(weights[name], owner.ranks, ENGINE, owner.idle), dtype
+            )
         layer = checkpoint_names(owner.model, layer)
         while layer:
             name = next(iter(layer))
             yield name, layer.pop(name)
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is not None and value.is_floating_point():
-        return value.to(dtype)
-    return value

@@ -89,8 +89,8 @@ class Ranks:
         """Return the items of all ranks on rank 0, and only the local ones on the others.
 
         Args:
-            from_each: count those of ranks that share sequences, which are the same items unless
-                this is true, for each of them.
+            from_each: whether ranks that share sequences have items of their own; else theirs are
+                the same, and count once.
         """
         if self.size == 1:
             return local

@@ -266,9 +266,15 @@ def full_tensors(
 
 
 def _on_host(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    # Cast on the GPU, so that fewer bytes are copied to main memory.
+    return cast_weight(value, dtype).cpu()
+
+
+def cast_weight(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the weight in this dtype, if it is floating-point; None: as it is."""
     if dtype is not None and value.is_floating_point():
-        value = value.to(dtype)  # on the GPU, so that fewer bytes are copied to main memory
-    return value.cpu()
+        return value.to(dtype)
+    return value
 
 
 @run_on_all_ranks

@@ -252,7 +252,7 @@ FAULTS = (
         "skyrl_fast/rollout/engine/weights/group.py",
         "        if self._backend == IPC:\n            self.meet()\n",
         "        if self._backend == IPC:\n",
-        ("rollout/test_rank_ipc.py",),
+        ("rollout/test_rank_ipc.py::test_a_bucket_is_free_when_all_workers_have_copied_it",),
     ),
     Fault(
         "a trajectory's reward is that of the row before its last",

@@ -484,6 +484,24 @@ def test_buckets_of_ranks_are_next_to_their_engines(small: Path) -> None:
     assert plan.host_bytes < other.host_bytes  # no file
 
 
+@pytest.mark.spec("memory.plan")
+def test_an_engine_that_comes_back_gets_weights_next_to_full_caches(small: Path) -> None:
+    name = "CUDA context, a layer for an engine that comes back"
+    two = "trainer.placement.policy_num_gpus_per_node=2"
+    size = model_size(load_model_config(str(small)))
+    embedding = size.vocab_size * size.hidden_size
+    # bfloat16, and the largest weight in float32 while it is cast.
+    layer = 2 * size.layer_parameters + (4 + 2) * embedding
+    for backend in ("auto", "file"):
+        by = f"generator.inference_engine.weight_sync_backend={backend}"
+        plan = plan_memory(config_of(small, two, by), capacity=GPU, num_gpus=2)
+        assert sizes(plan, 1)[name] == GIB + layer
+    # The only engine has lost its cache when it comes back.
+    one = "generator.inference_engine.tensor_parallel_size=2"
+    plan = plan_memory(config_of(small, two, one), capacity=GPU, num_gpus=2)
+    assert name not in sizes(plan, 1)
+
+
 @pytest.mark.spec("async.rank-ipc")
 def test_weights_go_by_file_where_buckets_leave_no_room(small: Path) -> None:
     two = "trainer.placement.policy_num_gpus_per_node=2"

@@ -368,6 +368,15 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
     return dtype_of(config.engine_dtype).itemsize * size.parameters
 
 
+def returning_item(config: Config, size: ModelSize) -> Item:
+    """Return what ranks need next to generation to give the weights to an engine that comes back.
+
+    The probe of new weights needs less, and comes after it.
+    """
+    layer = handed_over_item(config, size).num_bytes
+    return Item("CUDA context, a layer for an engine that comes back", CONTEXT_BYTES + layer)
+
+
 def handed_over_item(config: Config, size: ModelSize) -> Item:
     """Return a layer as the engine gets it, and the largest weight in float32 while it is cast."""
     item = dtype_of(config.engine_dtype).itemsize

@@ -38,6 +38,7 @@ from skyrl_fast.train.memory.parts import (
     probe_item,
     resident_items,
     resident_moments,
+    returning_item,
     row_length,
     spare_bytes,
     total_bytes,
@@ -360,7 +361,12 @@ def _plan(
         together = [context]
     offloads = engine.sleeps and config.offloads_base(EnginePlace.HERE_ASLEEP)
     if engine.sleeps:
-        together = [*resident, probe_item(config, size), *staying, *readers, context]
+        several = config.spreads_engines or len(engine.engines) > 1
+        if several and placement.num_ranks > 1:
+            next_to_generation = returning_item(config, size)
+        else:
+            next_to_generation = probe_item(config, size)
+        together = [*resident, next_to_generation, *staying, *readers, context]
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]

@@ -87,9 +87,10 @@ def random_samples(
 ) -> list[Sample]:
     """Return the samples of all prompts, without log-probabilities; see `fill_logprobs`."""
     samples = []
-    for uid in uids:
+    for index, uid in enumerate(uids):
         word = rng.choice(WORDS)
-        is_uniform = rng.random() < UNIFORM_GROUPS
+        # One at least in each run: rules for rows without an advantage depend on it.
+        is_uniform = index == 1 or rng.random() < UNIFORM_GROUPS
         for number in range(samples_per_prompt):
             sample = _sample(rng, world, uid, number, word)
             if is_uniform:

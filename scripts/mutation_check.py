@@ -238,14 +238,14 @@ FAULTS = (
         "skyrl_fast/rollout/engine/weights/transports/broadcast.py",
         "        group.give_up()  # no member waits for this one\n",
         "",
-        ("rollout/test_rank_ipc.py",),
+        ("rollout/test_rank_ipc.py::test_members_do_not_wait_for_a_worker_that_failed",),
     ),
     Fault(
         "a pass over weights that another has overtaken ends as complete",
         "skyrl_fast/train/parallel/rank_buckets.py",
         "    if current != number:",
         "    if bucket is not None and current != number:",
-        ("rollout/test_rank_ipc.py",),
+        ("rollout/test_rank_ipc.py::test_another_pass_ends_the_one_before",),
     ),
     Fault(
         "a bucket is filled again while workers copy it",
@@ -596,7 +596,7 @@ FAULTS = (
         "skyrl_fast/system/temporary_folder.py",
         "            lock_file(lock)\n        except OSError:  # another user's, or in use",
         "            pass\n        except OSError:  # another user's, or in use",
-        ("rollout/test_weight_transfer.py", "rollout/test_weight_transports.py"),
+        ("rollout/test_weight_update.py::test_next_update_deletes_the_files_of_a_killed_process",),
     ),
     Fault(
         "the first step of a trajectory counts as its last",
@@ -971,7 +971,7 @@ FAULTS = (
         "skyrl_fast/gateway/connections.py",
         "if len(self.connections) > limit:",
         "if False:",
-        ("gateway/test_faults.py::test_connections_beyond_half_of_the_descriptors_are_closed",),
+        ("gateway/test_faults.py::test_connections_beyond_the_limit_are_closed",),
     ),
     Fault(
         "a silent connection is never closed",

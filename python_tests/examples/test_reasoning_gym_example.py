@@ -1,10 +1,12 @@
 """The reasoning-gym recipe: its rows, how it reads answers, its controls, and what is measured."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _stored import WordTokenizer, two_turns
 
 pytest.importorskip("reasoning_gym.factory")
 
@@ -14,6 +16,7 @@ from examples.reasoning_gym.packages import PACKAGES
 from examples.tiny_model import measure
 from examples.tiny_model.jsonl import read_jsonl
 from skyrl_fast.adapters.reasoning_gym_env import COLUMN
+from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +85,28 @@ def test_the_rise_has_the_error_over_seeds(capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "| LoRA | 1 | 0.100 | 0.500 | 0.25, 0.25 | 3 |"
     assert lines[-1] == "LoRA: rise 0.500 +- 0.100 over 2 seeds"
+
+
+def test_the_rise_has_an_error_over_the_questions_that_all_runs_have(tmp_path: Path) -> None:
+    # The first and the last evaluation of two runs: two answers to each of three questions.
+    rewards = {
+        "trained_1": {0: [(0, 0), (1, 0), (0, 0)], 10: [(1, 1), (1, 1), (0, 0)]},
+        "trained_2": {0: [(0, 0), (0, 0), (0, 0)], 10: [(1, 0), (1, 1), (0, 0)]},
+    }
+    for name, of_steps in rewards.items():
+        writer = TrajectoryWriter(tmp_path / name / "trajectories", WordTokenizer(), last_step=0)
+        for step, of_questions in {**of_steps, 5: [(1, 1)] * 3}.items():
+            answers = []
+            for question, (first, second) in enumerate(of_questions):
+                answers.append(two_turns(f"eval-{question}", 0, first))
+                answers.append(two_turns(f"eval-{question}", 1, second))
+            writer.write(step, "eval", answers)
+    found = measure.rise_over_questions([tmp_path / name for name in rewards])
+    assert found is not None
+    rises = [3 / 4, 3 / 4, 0]
+    assert found.mean == pytest.approx(statistics.mean(rises))
+    assert found.error == pytest.approx(statistics.stdev(rises) / 3**0.5)
+    assert measure.rise_over_questions([tmp_path / "none"]) is None
 
 
 def test_finished_runs_of_other_kinds_are_read_and_not_made(tmp_path: Path) -> None:

@@ -311,6 +311,14 @@ def test_weights_leave_the_gpu_where_generation_does_not_fit(small: Path) -> Non
     assert both["weights, float32"] == both["engine: weights"] == 2 * parameters
 
 
+@pytest.mark.spec("memory.offload-weights")
+def test_weights_are_not_offloaded_for_engines_on_other_gpus(small: Path) -> None:
+    apart = "generator.inference_engine.gpu_ids=[1]"
+    share = "generator.inference_engine.gpu_memory_utilization=0.82"
+    plan = plan_memory(config_of(small, share, apart), capacity=num_bytes("6GiB"), num_gpus=2)
+    assert not plan.fits and not plan.offloads_weights
+
+
 def test_nodes_are_planned_alike(small: Path) -> None:
     placement = "trainer.placement.policy_num"
     nodes = [f"{placement}_nodes=2", f"{placement}_gpus_per_node=2"]

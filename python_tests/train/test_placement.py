@@ -168,6 +168,24 @@ def test_impossible_placements_are_refused(engine: dict[str, Any], wanted: str) 
         engine_placement(config_of(1, **engine), 2)
 
 
+@pytest.mark.spec("memory.offload-weights")
+@pytest.mark.parametrize(
+    ("engine", "wanted"),
+    [
+        ({"gpu_ids": [1]}, r"gpu_ids: \[1\]; .*enable_sleep_mode: None"),
+        (
+            {"gpu_ids": [0], "enable_sleep_mode": False},
+            r"gpu_ids: \[0\]; .*enable_sleep_mode: False",
+        ),
+    ],
+)
+def test_weights_stay_where_no_engine_sleeps(engine: dict[str, Any], wanted: str) -> None:
+    config = config_of(1, **engine)
+    config.trainer.placement.offload_weights = True
+    with pytest.raises(ConfigError, match=f"offload_weights: expected null or false.*{wanted}"):
+        engine_placement(config, 2)
+
+
 def config_of_nodes(ranks: int, **engine: Any) -> Config:
     config = config_of(ranks, **engine)
     config.trainer.placement.policy_num_nodes = 2

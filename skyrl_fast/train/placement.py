@@ -50,9 +50,9 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
             uses; there are fewer GPUs than `num_engines` needs; `enable_sleep_mode` is true, but no
-            GPU is shared; `weight_sync_backend` is ipc, but engines are not on GPUs of ranks, or
-            several read those of one rank; or nccl, but no GPU holds all weights, or a GPU is
-            shared.
+            GPU is shared; `offload_weights` is true, but no engine sleeps; `weight_sync_backend` is
+            ipc, but engines are not on GPUs of ranks, or several read those of one rank; or nccl,
+            but no GPU holds all weights, or a GPU is shared.
     """
     # An engine that shares a GPU sleeps during updates. In asynchronous training it generates
     # meanwhile, so it never does.
@@ -76,6 +76,11 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     # In asynchronous training it generates during updates.
     can_sleep = bool(shared) and config.max_staleness == 0
     sleeps = can_sleep if chosen is None else chosen
+    if config.trainer.placement.offload_weights and not sleeps:
+        raise ConfigError(
+            "trainer.placement.offload_weights: expected null or false, as no engine sleeps on the "
+            f"trainer's GPUs (gpu_ids: {[*gpu_ids]}; {_KEY}.enable_sleep_mode: {chosen}), got true"
+        )
     weight_sync = _weight_sync(config, gpu_ids, shared, len(engines))
     return EnginePlacement(tuple(engines), shared, sleeps, weight_sync)
 

@@ -217,7 +217,7 @@ class _Planner:
         if planned_device(config).type == "cpu":
             return best
         moments = bool(_open_offloads(config))
-        weights = self._with_engine and _may_offload_weights(config)
+        weights = self._with_engine and _may_offload_weights(config, self._gpus_of(config))
         choices = ((False, weights), (moments, False), (moments, weights))
         for with_moments, with_weights in choices:
             if best.fits:
@@ -234,6 +234,9 @@ class _Planner:
                 best = replace(other, offloads_moments=with_moments, offloads_weights=with_weights)
         return best
 
+    def _gpus_of(self, config: Config) -> int:
+        return max(self._num_gpus, config.trainer.placement.ranks_per_node)
+
     def plan_as_set(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
         """Return the plan with all moments on the GPUs that the settings do not offload."""
         if with_activations:
@@ -243,7 +246,7 @@ class _Planner:
         local = self._with_engine and config.engine_place.is_here
         if planned_device(config).type == "cpu":
             return _plan_main_memory(_with_dtypes_of_cpu(config), measure, self._capacity, local)
-        gpus = max(self._num_gpus, config.trainer.placement.ranks_per_node)
+        gpus = self._gpus_of(config)
         policy = config.trainer.policy
         text = measure.config(str(policy.model.path)).get_text_config()
         check_heads(text, policy.sequence_parallel_size)
@@ -299,17 +302,17 @@ def offload_moments(config: Config) -> None:
         optimizer.offload_after_step = True
 
 
-def _may_offload_weights(config: Config) -> bool:
+def _may_offload_weights(config: Config, num_gpus: int) -> bool:
     """Return whether the settings leave it open that weights leave the GPUs to engines."""
     if config.trainer.placement.offload_weights is not None:
         return False
     open_as_set = with_settings(config, {"trainer.placement.offload_weights": True})
     try:
         check_features(open_as_set)
+        engine_placement(open_as_set, num_gpus)
     except ConfigError:
         return False
-    can_sleep = config.generator.inference_engine.enable_sleep_mode is not False
-    return config.engine_place.is_here and can_sleep and not config.trains_adapter
+    return config.engine_place.is_here and not config.trains_adapter
 
 
 def _plan(

@@ -72,7 +72,8 @@ def plot_runs(
             axes.fill_between(steps, least, most, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel="step", ylabel=metric)
     axes.grid(alpha=0.3)
-    for label_text in axes.legend().get_texts():
+    legend = figure.legend(loc="outside lower center", ncols=2)  # over the lines it hides some
+    for label_text in legend.get_texts():
         label_text.set_parse_math(False)
     figure.savefig(path, dpi=120)
     return path

@@ -111,8 +111,8 @@ def test_kills_at_random_moments_change_nothing_of_a_run(
 ) -> None:
     """A client that saves after each step and resumes from the last state that is there."""
     steps = 30
-    kills = 8
     moments = random.Random(0)
+    killed_at = set(moments.sample(range(steps), 8))
 
     def one_step(model: Any, step: int) -> torch.Tensor:
         tokens = (1, step + 2, step + 3, 5)
@@ -123,12 +123,10 @@ def test_kills_at_random_moments_change_nothing_of_a_run(
         expected = [one_step(model, step) for step in range(steps)]
     server = ServerProcess(tiny_model_folder, tmp_path)
     got: dict[int, torch.Tensor] = {}
-    deaths = 0
     try:
         model = new_model(client_of(server), tiny_model_folder)
         model.save_state("0").result()
         step = 0
-        deadline = time.monotonic() + moments.uniform(0.0, 1.0)
         while step < steps:
             future = model.forward_backward([datum(1, step + 2, step + 3, 5)], "cross_entropy")
             calls = [
@@ -136,12 +134,11 @@ def test_kills_at_random_moments_change_nothing_of_a_run(
                 model.optim_step(types.AdamParams(learning_rate=1e-2)),
                 model.save_state(str(step + 1), overwrite=True),
             ]
-            if deaths < kills and time.monotonic() > deadline:
+            if step in killed_at:
+                killed_at.remove(step)
                 time.sleep(moments.uniform(0.0, 0.05))
                 server.kill()
                 server.start()
-                deaths += 1
-                deadline = time.monotonic() + moments.uniform(0.0, 1.0)
             try:
                 answers = [call.result(60) for call in calls]
                 got[step] = answers[0].loss_fn_outputs[0]["logprobs"].to_torch()
@@ -151,7 +148,7 @@ def test_kills_at_random_moments_change_nothing_of_a_run(
                 states = saved_states(server)
                 step = max(map(int, states))
                 model = resume(server, states[str(step)])
-        assert deaths > 0
+        assert not killed_at
         for place, values in got.items():
             assert torch.equal(values, expected[place])
         assert steps - 1 in got

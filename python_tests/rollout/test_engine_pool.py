@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skyrl_fast.rollout.continued import generate_through_updates
 from skyrl_fast.rollout.engine.pool import EnginePool, PoolSeconds
 from skyrl_fast.rollout.engine.protocol import (
     Engine,
@@ -20,6 +21,7 @@ from skyrl_fast.rollout.engine.protocol import (
     NoRoomError,
     SamplingParams,
 )
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
@@ -453,6 +455,43 @@ async def test_an_update_that_all_engines_fail_ends_the_run() -> None:
     with pytest.raises(EngineError, match="first"):
         await pool.update(trainer.weights, trainer.make_probe)
     assert [engine.starts for engine in engines] == [1, 1]
+
+
+@pytest.mark.spec("async.failed-update")
+async def test_requests_are_served_after_an_update_that_has_ended_early() -> None:
+    loading = asyncio.Event()
+
+    class NeverLoads(OneWeight):
+        async def load_weights(self, call: WorkerCall) -> None:
+            loading.set()
+            await asyncio.Event().wait()
+
+    pool, trainer = await started(NeverLoads("a"))
+    await pool.release()
+    update = asyncio.create_task(pool.update(trainer.weights, trainer.make_probe))
+    await loading.wait()
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    assert (await ask(pool, "s")).stop_reason == "stop"
+
+
+@pytest.mark.spec("async.failed-update")
+async def test_a_released_request_that_comes_again_leaves_the_loop_to_others() -> None:
+    pool, _ = await started(OneWeight("a"))
+    await pool.release()  # and no update follows, as in a run that is stopped
+    sampling = SamplingParams(max_generate_length=4)
+    request = asyncio.create_task(
+        generate_through_updates(
+            pool, WeightGate(), None, [1], sampling, session_id="s", part_seed=lambda part: part
+        )
+    )
+    async with asyncio.timeout(10):
+        await asyncio.sleep(0.1)
+    assert not request.done()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
 
 
 @pytest.mark.spec("async.server-return")

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MakeProbe = Callable[[Engine], Probe]
 MORE_REQUESTS = 8  # than twice another engine's, with which an engine loses sessions to it
+RELEASED_SECONDS = 0.01  # until a request is answered that an update does not wait for
 MAX_SESSIONS = 1 << 17  # whose engines are remembered between two updates; others may change it
 
 
@@ -159,6 +160,8 @@ class EnginePool:
         while True:
             member = await self._choose(session_id)
             if member is None:
+                # A request that comes again at once must not keep the update from its turn.
+                await asyncio.sleep(RELEASED_SECONDS)
                 return Generation([], [], INTERRUPTED)
             request = asyncio.create_task(
                 member.engine.generate(prompt_token_ids, sampling, session_id=session_id, **options)
@@ -212,20 +215,22 @@ class EnginePool:
         self.reports.clear()
         started = time.perf_counter()
         dtype = self.weights_dtype
-        async with transfer_weights(self._transport, weights, dtype, frozen) as call:
-            seconds = time.perf_counter() - started
-            waited = 0.0
-            # Until one engine has the weights: the others are repaired while it serves.
-            while not reports:
-                members = [*self._up(), *await self._restart_dead_engines()]
-                answers = await self._load_all(members, call, make_probe, seconds)
-                reports = [report for report in answers if report is not None]
-                if not reports:
-                    self._refuse_if_all_fail()
-                    self._refuse_if_none_comes_back()
-                    self._refuse_long_wait()
-                    waited = await self._wait_for_any(waited)
-        await self._serve_waiting()
+        try:
+            async with transfer_weights(self._transport, weights, dtype, frozen) as call:
+                seconds = time.perf_counter() - started
+                waited = 0.0
+                # Until one engine has the weights: the others are repaired while it serves.
+                while not reports:
+                    members = [*self._up(), *await self._restart_dead_engines()]
+                    answers = await self._load_all(members, call, make_probe, seconds)
+                    reports = [report for report in answers if report is not None]
+                    if not reports:
+                        self._refuse_if_all_fail()
+                        self._refuse_if_none_comes_back()
+                        self._refuse_long_wait()
+                        waited = await self._wait_for_any(waited)
+        finally:
+            await self._serve_waiting()
         return max(reports, key=lambda report: report.difference.maximum)
 
     async def verify(self, make_probe: MakeProbe) -> WeightSyncReport:

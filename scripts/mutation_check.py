@@ -248,6 +248,17 @@ FAULTS = (
         ("rollout/test_rank_ipc.py::test_another_pass_ends_the_one_before",),
     ),
     Fault(
+        "an update that has ended early leaves requests without an engine",
+        "skyrl_fast/rollout/engine/pool.py",
+        "        finally:\n            await self._serve_waiting()\n        return max",
+        "        except ArithmeticError:\n            raise\n"
+        "        await self._serve_waiting()\n        return max",
+        (
+            "rollout/test_engine_pool.py"
+            "::test_requests_are_served_after_an_update_that_has_ended_early",
+        ),
+    ),
+    Fault(
         "a bucket is filled again while workers copy it",
         "skyrl_fast/rollout/engine/weights/group.py",
         "        if self._backend == IPC:\n            self.meet()\n",

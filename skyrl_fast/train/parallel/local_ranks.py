@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -100,6 +101,7 @@ def _follow(place: RankPlace, log: Path) -> None:
         for stream in (sys.stdout, sys.stderr):
             # Also what C++ writes, such as NCCL's warnings.
             os.dup2(file.fileno(), stream.fileno())
+    faulthandler.enable()  # a crash in C++ names where each thread was
     try:
         follow(place)
     except (

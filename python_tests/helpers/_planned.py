@@ -17,6 +17,7 @@ from skyrl_fast.train.setup import model_checks
 
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
 IPC = "generator.inference_engine.weight_sync_backend=ipc"
+STAYS = "trainer.policy.optimizer_config.offload_after_step=false"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +65,6 @@ def measured_once() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("small"), "Qwen/Qwen2.5-0.5B-Instruct")
-
-
-STAYS = "trainer.policy.optimizer_config.offload_after_step=false"
 
 
 def config_of(model: Path, *overrides: str) -> Config:

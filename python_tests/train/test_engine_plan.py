@@ -48,7 +48,8 @@ def test_a_sleeping_engine_leaves_the_update_its_memory(small: Path) -> None:
 
 def test_an_adapters_base_and_the_engine_have_the_gpu_by_turns(small: Path) -> None:
     lora = ["trainer.policy.model.lora.rank=16"]
-    base, adapter = 494_032_768, 8_798_208
+    base = 494_032_768
+    adapter = 8_798_208
     plan = plan_memory(config_of(small, *lora), capacity=GPU)
     update, generation = sizes(plan), sizes(plan, 1)
     frozen = "frozen weights, bfloat16"

@@ -23,7 +23,8 @@ def test_on_a_cpu_trainer_and_engine_have_the_main_memory(
         cpu = config_of(small, "trainer.device=cpu", *overrides)
         return sizes(plan_memory(cpu, capacity=64 * GIB))
 
-    parameters, adapter = 494_032_768, 8_798_208
+    parameters = 494_032_768
+    adapter = 8_798_208
     weights = "engine: weights, and their copy in the kernels' layout"
     plain = parts()
     assert plain["trainer: weights, float32"] == 4 * parameters

@@ -23,7 +23,8 @@ from skyrl_fast.train.memory.plan import plan_memory, plan_with_remedies
 @pytest.mark.spec("memory.plan")
 def test_sum_of_weights_gradients_and_moments(small: Path) -> None:
     plan = plan_memory(config_of(small, "trainer.algorithm.use_kl_loss=true"), capacity=GPU)
-    parts, parameters = sizes(plan), 494_032_768
+    parts = sizes(plan)
+    parameters = 494_032_768
     assert parts["weights, float32"] == 4 * parameters
     assert parts["gradients"] == 4 * parameters
     assert parts["AdamW's moments"] == 8 * parameters

@@ -89,8 +89,8 @@ class Ranks:
         """Return the items of all ranks on rank 0, and only the local ones on the others.
 
         Args:
-            from_each: whether ranks that share sequences have items of their own; else theirs are
-                the same, and count once.
+            from_each: whether each rank of a sequence group has items of its own; else all of a
+                group have the same items, which count once.
         """
         if self.size == 1:
             return local

@@ -28,7 +28,8 @@ from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_tensor
+from skyrl_fast.train.parallel.sharding import full_weight
+from skyrl_fast.train.parallel.traffic import GRADIENTS
 from skyrl_fast.train.update import accumulate_gradient, update_policy
 
 RANKS = 2
@@ -124,7 +125,7 @@ def take_gradients(policy: Policy) -> list[torch.Tensor]:
     found = []
     for _, parameter in policy.trained_parameters():
         assert parameter.grad is not None
-        found.append(full_tensor(parameter.grad))
+        found.append(full_weight(parameter.grad, policy.ranks, GRADIENTS))
         parameter.grad = None
     return found
 

@@ -248,6 +248,13 @@ FAULTS = (
         ("rollout/test_rank_ipc.py::test_another_pass_ends_the_one_before",),
     ),
     Fault(
+        "a weight is gathered by a collective in which gloo can crash",
+        "skyrl_fast/train/parallel/sharding.py",
+        "return _gather_rows(rows, tensor.shape, ranks.size)",
+        "return tensor.detach().full_tensor()",
+        ("train/test_ranks.py::test_no_weight_is_gathered_by_gloos_coalesced_gather",),
+    ),
+    Fault(
         "an update that has ended early leaves requests without an engine",
         "skyrl_fast/rollout/engine/pool.py",
         "        finally:\n            await self._serve_waiting()\n        return max",

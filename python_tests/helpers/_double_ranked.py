@@ -12,7 +12,8 @@ from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.lora import add_adapters
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_tensor
+from skyrl_fast.train.parallel.sharding import full_weight
+from skyrl_fast.train.parallel.traffic import GRADIENTS
 
 BUDGET = 40  # tokens of a micro-batch: several for each rank
 NAMES = ("planner", "worker")
@@ -69,6 +70,6 @@ def take_gradients(owner: Policy | Critic) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in owner.trained_parameters():
         if parameter.grad is not None:
-            found[name] = full_tensor(parameter.grad).clone()
+            found[name] = full_weight(parameter.grad, owner.ranks, GRADIENTS).clone()
             parameter.grad = None
     return found

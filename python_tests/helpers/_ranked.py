@@ -101,6 +101,26 @@ def hold_gradients(owner: Policy | Critic, holds: bool) -> None:
     owner.ranks.holds_gradients = holds
 
 
+_profiles: list[torch.profiler.profile] = []  # of this rank
+
+
+@run_on_all_ranks
+def watch_collectives(owner: Policy) -> None:
+    """Note on every rank which collectives follow, until `collectives_since`."""
+    _profiles.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
+    _profiles[-1].start()
+
+
+@run_on_all_ranks
+def collectives_since(owner: Policy) -> list[set[str]]:
+    """Return the names of each rank's collectives since `watch_collectives`."""
+    profile = _profiles.pop()
+    profile.stop()
+    names = {event.key for event in profile.key_averages()}
+    collectives = {name for name in names if name.startswith(("c10d::", "_c10d_functional::"))}
+    return owner.ranks.gather([collectives], from_each=True)
+
+
 def models_of(
     ranks: Ranks, trained: dict[str, tuple[Any, dict[str, Any]]], *, critic_on_trees: bool = False
 ) -> Models:

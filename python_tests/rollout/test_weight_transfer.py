@@ -68,9 +68,6 @@ def test_sharded_weights_are_cast_before_they_are_moved() -> None:
     moved = []
 
     class Sharded(torch.Tensor):
-        def full_tensor(self) -> Any:
-            return self
-
         def cpu(self) -> Any:
             moved.append(self.dtype)
             return super().cpu()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K
-from _ranked import Models, hold_gradients, make_models
+from _ranked import Models, collectives_since, hold_gradients, make_models, watch_collectives
 from _trees import agent_batch
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -304,6 +304,24 @@ def test_engine_receives_the_weights_of_one_rank(
             given.append(load_file(call.arguments[0]))
     assert_close(*given)
     assert any(name.endswith("gate_up_proj.weight") for name in given[0])
+
+
+def test_no_weight_is_gathered_by_gloos_coalesced_gather(both: Both, tmp_path: Path) -> None:
+    """Which crashes now and then; see `sharding._gather_rows`. A functional gather is one."""
+    policy, optimizer = both.shared.policies["tied"], both.shared.optimizers["tied"]
+    watch_collectives(policy)
+    try:
+        update(both.shared, "tied", agent_batch(12, num_groups=2))
+        weights(policy)
+        save(policy, tmp_path / "saved")
+        optimizer.save(tmp_path / "saved")
+    finally:
+        found = collectives_since(policy)
+    assert len(found) == both.shared.ranks.size
+    for names in found:
+        assert "c10d::_allgather_base_" in names  # of a layer, and of a weight
+        assert "_c10d_functional::all_reduce" in names  # of the gradients' norm
+        assert not any("coalesced" in name for name in names)
 
 
 def test_weights_are_gathered_by_layer_next_to_other_calls(both: Both) -> None:

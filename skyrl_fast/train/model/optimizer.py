@@ -35,7 +35,7 @@ from skyrl_fast.train.checkpoint.optimizer_shards import (
 from skyrl_fast.train.model.offload import OffloadedStorages
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
-    full_tensor,
+    full_norm,
     like_shard,
     local_tensor,
     shard_rows,
@@ -127,7 +127,7 @@ class Optimizer:
             limit = numbers.max_grad_norm or math.inf
         norm = 0.0
         if parameters:
-            norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+            norm = float(full_norm(torch.nn.utils.clip_grad_norm_(parameters, limit)))
         if numbers is None:
             rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
         else:

@@ -169,8 +169,8 @@ def reduce_at_last(model: Any, passes: SizedIterable[T], ranks: Ranks) -> Iterat
         yield one
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor or norm; must be called on all ranks."""
+def full_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm of which each rank has its part; must be called on all ranks."""
     full: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
@@ -183,23 +183,30 @@ def full_weight(
     Args:
         idle: of the model, if its weights may be in main memory; there the full one is made then.
     """
-    local = local_tensor(tensor)
-    ranks.traffic.add(kind, tensor.nbytes - local.nbytes)
-    if idle is None or idle.is_loaded:
-        return full_tensor(tensor.detach())
-    return _gather_on_host(idle.on_host(local), tensor, ranks)
-
-
-def _gather_on_host(rows: torch.Tensor, like: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return the full weight of which each rank has these rows in main memory."""
-    if shard_rows(like) is None:
+    rows = local_tensor(tensor.detach())
+    ranks.traffic.add(kind, tensor.nbytes - rows.nbytes)
+    if idle is not None and not idle.is_loaded:
+        rows = idle.on_host(rows)
+    if shard_rows(tensor) is None:
         return rows
-    most = math.ceil(like.shape[0] / ranks.size)  # of a rank; the last ones may have fewer
-    padded = rows.new_zeros(most, *like.shape[1:])
-    padded[: len(rows)] = rows
-    full = rows.new_empty(ranks.size * most, *like.shape[1:])
-    all_gather(full, padded)
-    return full[: like.shape[0]]
+    return _gather_rows(rows, tensor.shape, ranks.size)
+
+
+def _gather_rows(rows: torch.Tensor, shape: torch.Size, num_ranks: int) -> torch.Tensor:
+    """Return the full weight of which each rank has these rows.
+
+    `DTensor.full_tensor` would use a coalesced gather, in which gloo can crash (torch 2.13): its
+    threads assign the name of the work that has ended to one string without a lock, and two that
+    assign a name of more than 15 characters at once both free the characters of the one before.
+    """
+    most = math.ceil(shape[0] / num_ranks)  # of a rank; the last ones may have fewer
+    if len(rows) < most:
+        padded = rows.new_zeros(most, *shape[1:])
+        padded[: len(rows)] = rows
+        rows = padded
+    full = rows.new_empty(num_ranks * most, *shape[1:])
+    all_gather(full, rows.contiguous())
+    return full[: shape[0]]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

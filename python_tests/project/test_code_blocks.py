@@ -324,8 +324,9 @@ def fault(command: str) -> str:
     if program == "python":
         return "" if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
     if program == "pip":
-        extra = re.fullmatch(r"(?:\.|skyrl-fast)(?:\[(.*)\])?", rest[1])
-        return "" if extra and (extra[1] is None or extra[1] in EXTRAS) else f"no extra {rest[1]}"
+        extras = re.fullmatch(r"\.(?:\[(.+)\])?", rest[1])  # no index has the package
+        known = extras and set((extras[1] or "").split(",")) <= {"", *EXTRAS}
+        return "" if known else f"no extra {rest[1]}"
     return "" if program in {"", *OTHER_PROGRAMS} else f"unknown program {program}"
 
 
@@ -381,6 +382,8 @@ def test_commands_exist_with_their_options() -> None:
         ("make tset", "no target tset"),
         ("python -m scripts.nothing", "no module scripts.nothing"),
         ("pip install '.[cuda]'", "no extra .[cuda]"),
+        ("pip install '.[vllm,cuda]'", "no extra .[vllm,cuda]"),
+        ("pip install 'skyrl-fast[vllm]'", "no extra skyrl-fast[vllm]"),
         ("conda install x", "unknown program conda"),
     ],
 )

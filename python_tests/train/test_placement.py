@@ -111,6 +111,9 @@ def test_sharded_weights_are_read_where_ranks_gather_them() -> None:
         engine_placement(config_of(2, weight_sync_backend="nccl"), 4)
     with pytest.raises(ConfigError, match=r"as no rank has the engines' GPUs \[2, 3\], got ipc"):
         engine_placement(config_of(2, weight_sync_backend="ipc"), 4)
+    # A file would need a folder that the nodes share.
+    with pytest.raises(ConfigError, match="expected auto or gloo, as the weights are sharded"):
+        engine_placement(config_of_nodes(2, weight_sync_backend="nccl"), 2)
     chosen = engine_placement(config_of(2, weight_sync_backend="ipc"), 2)
     assert chosen == EnginePlacement(((0,), (1,)), (0, 1), True, "ipc")
 

@@ -43,9 +43,10 @@ class InferenceEngineConfig:
         "trainer's GPU to other GPUs; gloo: a broadcast by the CPU; file: a safetensors file; "
         "reload: the same, loaded by vLLM's own reload_weights, for servers without this package. "
         "auto: for engines on a cluster nccl, without GPUs gloo; on several nodes gloo; otherwise, "
-        "where a single rank trains, ipc if the run's own engine shares its GPU, nccl if not, and "
-        "on a CPU the engine reads the trainer's memory; with several ranks ipc if all GPUs of "
-        "engines have ranks, no LoRA adapter is trained, and its buckets have room; else file",
+        "where a single rank trains, ipc if the run's own engine shares its GPU, nccl if not (file "
+        "with several replicas), and on a CPU the engine reads the trainer's memory; with several "
+        "ranks ipc if all GPUs of engines have ranks, no LoRA adapter is trained, and its buckets "
+        "have room; else file",
         choices=("auto", "ipc", "nccl", "gloo", "file", "reload"),
     )
     weight_sync_path: str | None = setting(

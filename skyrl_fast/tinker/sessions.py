@@ -174,7 +174,8 @@ def check_sdk(version: str) -> None:
     if number is None or not OLDEST_SDK <= number <= NEWEST_SDK:
         oldest = ".".join(map(str, OLDEST_SDK))
         newest = ".".join(map(str, NEWEST_SDK))
+        major, minor = NEWEST_SDK
         raise RefusedCallError(
             f"this server is for the Tinker SDK {oldest} to {newest}, got {version!r:.40}: "
-            f"pip install 'tinker>={oldest},<={newest}.*'"
+            f"pip install 'tinker>={oldest},<{major}.{minor + 1}'"
         )

@@ -242,8 +242,10 @@ def _weight_sync(
     elif backend == "nccl" and shared:
         reason = "NCCL does not connect processes on one GPU"
     if reason is not None:
+        # A file would need a folder that the nodes share.
+        other = "gloo" if config.spreads_engines else "file"
         raise ConfigError(
-            f"{_KEY}.weight_sync_backend: expected auto or file, as {reason}, got {backend}"
+            f"{_KEY}.weight_sync_backend: expected auto or {other}, as {reason}, got {backend}"
         )
     if backend != "auto":
         return backend

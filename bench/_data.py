@@ -2,8 +2,8 @@
 
 Legend: J trajectories, N rows (one per step), S prompt + response tokens, A response tokens.
 
-Two sizes: "medium" (512 trajectories, about 1,565 rows and 2.0 M tokens) and "large" (4,096
-trajectories, about 17,006 rows and 30.6 M tokens); "tiny" is for smoke tests. A prompt grows
+Two sizes: "medium" (512 trajectories, about 1,600 rows and 2.0 M tokens) and "large" (4,096
+trajectories, about 17,400 rows and 32.2 M tokens); "tiny" is for smoke tests. A prompt grows
 turn by turn (prompt + response + observation), so long trajectories are rare and set the width.
 """
 

@@ -154,7 +154,10 @@ def speed_ups(groups: dict[str, str]) -> dict[str, dict[tuple[bool, int], str]]:
         parts = GROUP.fullmatch(name)
         work = parts[1] + (parts[3] or "") if parts else name
         column = (parts[2] in LARGER, int(parts[4])) if parts else COLUMNS[-1]
-        cells[work][column] = f"**{peers[best] / ours:.1f}** ({details})"
+        ratio = peers[best] / ours
+        # A loss is not rounded to 1.0.
+        digits = 2 if ratio < 1.05 else 1
+        cells[work][column] = f"**{ratio:.{digits}f}** ({details})"
     return cells
 
 

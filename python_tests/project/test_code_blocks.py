@@ -324,9 +324,11 @@ def fault(command: str) -> str:
     if program == "python":
         return "" if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
     if program == "pip":
-        extras = re.fullmatch(r"\.(?:\[(.+)\])?", rest[1])  # no index has the package
-        known = extras and set((extras[1] or "").split(",")) <= {"", *EXTRAS}
-        return "" if known else f"no extra {rest[1]}"
+        # From the project's folder: no index has the package.
+        package = re.fullmatch(r"\.(\[.+\])?", rest[1])
+        extras = re.findall(r"[^\[\],]+", rest[1])[1:]
+        is_known = package is not None and EXTRAS.keys() >= set(extras)
+        return "" if is_known else f"no extra {rest[1]}"
     return "" if program in {"", *OTHER_PROGRAMS} else f"unknown program {program}"
 
 

@@ -308,7 +308,8 @@ def test_engine_receives_the_weights_of_one_rank(
 
 def test_no_weight_is_gathered_by_gloos_coalesced_gather(both: Both, tmp_path: Path) -> None:
     """Which crashes now and then; see `sharding._gather_rows`. A functional gather is one."""
-    policy, optimizer = both.shared.policies["tied"], both.shared.optimizers["tied"]
+    policy = both.shared.policies["tied"]
+    optimizer = both.shared.optimizers["tied"]
     watch_collectives(policy)
     try:
         update(both.shared, "tied", agent_batch(12, num_groups=2))
